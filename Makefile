@@ -1,0 +1,38 @@
+# Each target makes the environment first, when it is missing or older than pyproject.toml.
+#
+#   make demo    DEMO_ARGS="--model NAME_OR_FOLDER"
+#   make test    PYTEST_ARGS="-m slow"
+#   make lint
+#
+# torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.12.1", or pip's own
+# environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv "$(VENV)"
+	$(BIN)/pip install "$(TORCH)"
+	$(BIN)/pip install --editable ".[demo,test]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,143 @@
+"""The Dynamo backend `uniprefill`: options -> config -> passes -> inner compiler."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import uniprefill_fx.ops
+from uniprefill_fx import frontends
+from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.errors import Category, Refusal, StrictError
+from uniprefill_fx.frontends import gating
+from uniprefill_fx.lowering.inner import inner_backend
+from uniprefill_fx.lowering.segments import Segment
+from uniprefill_fx.passes.lower import lower_attention
+from uniprefill_fx.passes.plan import Plan, make_plan
+from uniprefill_fx.passes.propagate import propagate
+from uniprefill_fx.passes.rewrite import rewrite
+from uniprefill_fx.passes.sites import find_sites
+from uniprefill_fx.passes.split import split_at_selections
+from uniprefill_fx.passes.values import copy_module
+from uniprefill_fx.runtime import DensePrefill, Prefill
+from uniprefill_fx.tracing import TraceAgain, trace_symbolic
+
+log = logging.getLogger(__name__)
+Observer = Callable[["Compilation"], None]
+
+frontends.install()
+
+
+def uniprefill(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Compile a graph that Dynamo traced; `torch.compile(model, backend="uniprefill", options={...})` calls this.
+
+    Raises:
+        OptionError: unknown option or bad value.
+        StrictError: with `strict=True`, when something would have stayed dense.
+    """
+    if kwargs.get("mode") is not None:
+        raise OptionError(
+            "mode", kwargs["mode"], "no mode", "Pass options={'inner_options': {...}} to tune the inner backend."
+        )
+    config = PrefillConfig.from_options(kwargs.get("options") or {})
+    return compile_graph(gm, example_inputs, config)
+
+
+setattr(uniprefill, gating.OURS, True)
+
+
+class Compilation:
+    """What became of one traced graph, for `explain()`: filled in as the passes run.
+
+    Attributes:
+        plan: the decisions. before: Dynamo's graph. after: the rewritten one, None if it stays dense.
+        seconds: time of each pass. run: what Dynamo calls.
+    """
+
+    def __init__(self, plan: Plan, before: fx.GraphModule) -> None:
+        self.plan, self.before = plan, before
+        self.after: fx.GraphModule | None = None
+        self.seconds: dict[str, float] = {}
+        self.run: Callable[..., Any] | None = None
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: PrefillConfig, observer: Observer | None = None
+) -> Callable[..., Any]:
+    """Plan, rewrite and compile one graph."""
+    inner = inner_backend(config)
+    if frontends.install():
+        raise TraceAgain("a library was imported since the backend was loaded")
+    began = time.perf_counter()
+    plan = make_plan(gm, config, _blocked(gm, example_inputs))
+    trace_symbolic(plan, gm, example_inputs)
+    done = Compilation(plan, gm)
+    done.seconds["plan"] = time.perf_counter() - began
+    if config.strict and plan.prefill and plan.refusals:
+        raise StrictError(str(plan.refusals[0]))
+    if plan.drops:
+        try:
+            done.run = _dropping(gm, config, inner, done)
+        except Exception as error:
+            if config.strict:
+                raise
+            log.warning("rewriting failed, the prompt stays dense", exc_info=error)
+            warnings.warn(f"uniprefill: rewriting failed, the prompt stays dense: {error}", stacklevel=2)
+            failure = Refusal(Category.FAILURE, str(error), "please report this")
+            done.plan = replace(plan, drops=(), refusals=(*plan.refusals, failure))
+    if done.run is None:
+        run = inner(_lower(gm), example_inputs)
+        done.run = DensePrefill(run, done.plan.refusals) if plan.prefill else run
+    for refusal in done.plan.refusals if plan.prefill else ():
+        log.info("stays dense: %s", refusal)
+    if observer is not None:
+        observer(done)
+    return done.run
+
+
+def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | None:
+    """A reason from outside the graph why it must stay dense."""
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
+        return Refusal(
+            Category.GRADIENTS, "gradients are on", "call inside torch.inference_mode() or torch.no_grad()"
+        )
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        return Refusal(
+            Category.GRAPH_BREAK,
+            f"Dynamo broke the graph: {reason.reason}",
+            "only a whole forward, or its last piece, may drop tokens; fullgraph=True shows where the break is",
+        )
+    return None
+
+
+def _lower(gm: fx.GraphModule) -> fx.GraphModule:
+    """Take masks and cache views out of a graph, where its attention is understood. Each site is edited whole."""
+    try:
+        lower_attention(gm, find_sites(gm.graph))
+    except Exception as error:
+        log.warning("the model's own attention and masks stay in the graph", exc_info=error)
+        gm.recompile()
+    return gm
+
+
+def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compilation) -> Prefill:
+    """Rewrite, check, split; compilation itself waits for the first call."""
+    began = time.perf_counter()
+    after = rewrite(gm, done.plan, config)
+    done.seconds["rewrite"] = time.perf_counter() - began
+    propagate(after)
+    done.seconds["propagate"] = time.perf_counter() - began - done.seconds["rewrite"]
+    done.after = after
+    steps = [
+        (piece, piece.gm if piece.selection else Segment(piece.gm, inner, f"segment {i // 2}"))
+        for i, piece in enumerate(split_at_selections(after))
+    ]
+    return Prefill(done.plan, after, steps, Segment(_lower(copy_module(gm)), inner, "dense"), config.min_tokens)

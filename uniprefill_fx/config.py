@@ -1,0 +1,199 @@
+"""What a user may choose, checked once: `PrefillConfig`, the default drop layers, and published presets as data.
+
+Nothing here imports torch. The module is loaded with torch's backend registry, long before anyone compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from uniprefill_fx import option_checks as checks
+from uniprefill_fx.option_checks import Check, InnerOptions, OptionError
+
+__all__ = ["DEFAULT_MIN_TOKENS", "PRESETS", "OptionError", "PrefillConfig", "auto_drop_layers", "preset_for"]
+
+DEFAULT_MIN_TOKENS = 2048
+"""Prompts with fewer tokens run the dense graph: scoring and gathering must cost less than they save.
+A provisional figure, not yet measured."""
+
+LAYERS_PER_DROP = 4
+"""Distance in decoder layers between the published drop layers of Llama-3.1-8B and Qwen3-Next (`auto_drop_layers`)."""
+
+PRESETS: Mapping[tuple[str, int], Mapping[str, Any]] = {
+    ("llama", 32): {"drop_layers": (7, 11, 15, 19, 23, 27)},  # Llama-3.1-8B
+    ("qwen3_next", 48): {"drop_layers": (7, 11, 15, 19, 23, 27, 31, 35, 39, 43)},
+    ("gemma3", 48): {"drop_layers": (29, 35, 41), "p": 0.975},  # Gemma-3-12B; its text model has a type of its own
+    ("gemma3_text", 48): {"drop_layers": (29, 35, 41), "p": 0.975},
+}
+"""Options that UniPrefill (arXiv 2605.06221) was published with, by transformers' `model_type` and
+`num_hidden_layers`: a set of layers holds for one depth only."""
+
+
+def preset_for(model_type: str, num_hidden_layers: int) -> dict[str, Any]:
+    """The published options of a model, which the user's own options override; empty when there are none."""
+    return dict(PRESETS.get((model_type, num_hidden_layers), {}))
+
+
+def auto_drop_layers(full_attention_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The drop layers that `drop_layers="auto"` stands for, in increasing order.
+
+    Early layers attend diffusely, so a drop there costs accuracy; a drop at the very end saves nothing. Between them
+    the published sets drop at about every fourth layer. Hence, with layers counted from 0:
+
+    1. Split the depth into groups of four layers. In each, the last layer with full attention is a candidate.
+    2. Keep the candidates that end at least the first sixth of the depth (layers 0 to i are a sixth or more of all)
+       and leave at least a twelfth of the depth after them.
+    3. When none is left, as in models of a few layers, take the full-attention layer nearest to half the depth
+       (the lower one of two), except the last decoder layer.
+
+    This gives the published sets of Llama-3.1-8B, 32 layers all full (7, 11, …, 27), and of Qwen3-Next, 48 layers
+    with full attention in every fourth (7, 11, …, 43). Layers outside [0, num_layers) raise ValueError. The result
+    is empty only when no layer but the last one holds full attention.
+    """
+    sites = sorted(set(full_attention_layers))
+    if sites and (sites[0] < 0 or sites[-1] >= num_layers):
+        raise ValueError(f"full-attention layers {sites}: wanted indices in [0, {num_layers})")
+    last_of_group = {layer // LAYERS_PER_DROP: layer for layer in sites}  # a later layer of a group replaces an earlier
+    chosen = tuple(
+        layer
+        for layer in last_of_group.values()
+        if 6 * (layer + 1) >= num_layers and 12 * (num_layers - 1 - layer) >= num_layers
+    )
+    worthwhile = [layer for layer in sites if layer < num_layers - 1]
+    if chosen or not worthwhile:
+        return chosen
+    return (min(worthwhile, key=lambda layer: abs(2 * (layer + 1) - num_layers)),)
+
+
+_CHECKS: Mapping[str, Check] = {
+    "p": checks.fractions("p=1.0 keeps every token."),
+    "block_size": checks.integer(1, "The default is 64 tokens."),
+    "last_n": checks.integer(1, "The last queries score the blocks, so there must be at least one."),
+    "sink_tokens": checks.integer(0, "0 forces no first tokens to stay."),
+    "drop_layers": checks.drop_layers,
+    "window": checks.choice("position", "index"),
+    "full_logits": checks.choice("frozen", "dense"),
+    "selection": checks.choice("top_p", "top_k"),
+    "keep_ratio": checks.optional(checks.fractions("keep_ratio=1.0 keeps every block.")),
+    "min_tokens": checks.integer(0, "0 lets a prompt of any length drop."),
+    "inner_backend": checks.inner_backend,
+    "inner_options": checks.optional(checks.inner_options),
+    "score_dtype": checks.choice("float32", "float64"),
+    "strict": checks.boolean,
+}
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """The options of one compilation: immutable, hashable, and equal only if every option is equal.
+
+    Lists become tuples, and `drop_layers` is stored in increasing order; `p` and `keep_ratio` lists that came with it
+    move along, so that the i-th value always belongs to the i-th drop layer from the bottom. Bad values raise
+    `OptionError`. Whether a layer exists and holds full attention is checked where the model is known.
+    """
+
+    p: float | tuple[float, ...] = 0.99
+    """Share of the attention mass that the kept blocks hold at least, in (0, 1]. Not read with `top_k`."""
+
+    block_size: int = 64
+    """Tokens a block; a block is kept or dropped as a whole."""
+
+    last_n: int = 128
+    """How many of the last tokens score the others. They are always kept."""
+
+    sink_tokens: int = 128
+    """How many of the first tokens are always kept."""
+
+    drop_layers: Literal["auto", "all"] | tuple[int, ...] = "auto"
+    """Decoder layers after whose attention tokens are dropped: "auto" (`auto_drop_layers`), "all", or indices."""
+
+    window: Literal["position", "index"] = "position"
+    """What a sliding window counts after a drop: original positions, or, as the public reference does, kept rows."""
+
+    full_logits: Literal["frozen", "dense"] = "frozen"
+    """When logits of all positions are asked for: dropped rows come from frozen states, or the call runs dense."""
+
+    selection: Literal["top_p", "top_k"] = "top_p"
+    """Keep the fewest blocks that hold mass `p`, or a fixed number of blocks by `keep_ratio`."""
+
+    keep_ratio: float | tuple[float, ...] | None = None
+    """`top_k` keeps ceil(keep_ratio × prompt tokens / block_size) blocks; in (0, 1]."""
+
+    min_tokens: int = DEFAULT_MIN_TOKENS
+    """Prompts with fewer tokens run dense, which is decided at run time."""
+
+    inner_backend: str | Callable[..., Any] = "inductor"
+    """What compiles the rewritten graph."""
+
+    inner_options: InnerOptions | None = None
+    """Passed on to the inner backend as `options`."""
+
+    score_dtype: Literal["float32", "float64"] = "float32"
+    """Type in which scores are computed and summed."""
+
+    strict: bool = False
+    """Raise where a site would otherwise stay dense with a recorded reason."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            self._store(option.name, _CHECKS[option.name](option.name, getattr(self, option.name)))
+        self._check_keep_ratio()
+        self._sort_drop_layers()
+
+    def _store(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the one way to normalise a field of a frozen dataclass
+
+    def _check_keep_ratio(self) -> None:
+        if self.selection == "top_k" and self.keep_ratio is None:
+            allowed = "with selection='top_k', a number in (0, 1], or a list with one for each drop layer"
+            raise OptionError("keep_ratio", None, allowed, "Set keep_ratio, or use selection='top_p'.")
+        if self.selection == "top_p" and self.keep_ratio is not None:
+            hint = "Set selection='top_k' as well, or use p in its place."
+            raise OptionError("keep_ratio", self.keep_ratio, "None with selection='top_p'", hint)
+
+    def _sort_drop_layers(self) -> None:
+        if isinstance(self.drop_layers, str):
+            return
+        count = len(self.drop_layers)
+        order = sorted(range(count), key=self.drop_layers.__getitem__)
+        for name in ("p", "keep_ratio"):
+            values = getattr(self, name)
+            if isinstance(values, tuple):
+                self._store(name, tuple(_value_for(name, values, i, count) for i in order))
+        self._store("drop_layers", tuple(sorted(self.drop_layers)))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None = None) -> PrefillConfig:
+        """The config for a user's `options`; None stands for no options. Unknown names raise `OptionError`."""
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise OptionError("options", options, "a dict of option names and values", 'For example {"p": 0.95}.')
+        known = [option.name for option in fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                hint = checks.did_you_mean(name, known, "Remove it.")
+                raise OptionError(str(name), value, "the names " + ", ".join(known), f"There is no such option. {hint}")
+        return cls(**options)
+
+    def kept_for(self, index: int, count: int) -> tuple[float, None] | tuple[None, float]:
+        """How much the index-th of `count` drop layers keeps: (p, None) with `top_p`, (None, keep_ratio) with `top_k`.
+
+        A list of another length than `count` raises `OptionError`; an index outside [0, count), IndexError.
+        """
+        if self.keep_ratio is None:
+            return _value_for("p", self.p, index, count), None
+        return None, _value_for("keep_ratio", self.keep_ratio, index, count)
+
+
+def _value_for(option: str, values: float | tuple[float, ...], index: int, count: int) -> float:
+    if not 0 <= index < count:
+        raise IndexError(f"drop layer {index} of {count}: wanted an index in [0, {count})")
+    if not isinstance(values, tuple):
+        return values
+    if len(values) != count:
+        hint = f"The list has {len(values)} values, and there are {count} drop layers."
+        raise OptionError(option, values, f"a number, or a list of {count}, one for each drop layer", hint)
+    return values[index]

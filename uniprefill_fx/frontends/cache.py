@@ -1,0 +1,147 @@
+"""Cache layers for transformers' `DynamicCache` that know which tokens they hold.
+
+transformers sizes one mask from one layer and lays it out by original token index. After tokens are dropped the layers
+hold different subsets of the tokens, so each of these layers stores `slots`, the original index of each of its rows,
+and hands model code a view of all tokens seen (`uniprefill::logical_view`), which fits the mask. The passes replace the
+attention that reads such a view by one that reads the rows and their slots; code that does not (an eager model,
+another backend) gets the view itself: right when nothing was dropped, an error otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class SlottedLayer(DynamicLayer):
+    """A full-attention cache layer whose rows are a subset of the tokens seen.
+
+    Attributes:
+        keys, values: (batch, kv_heads, rows, head_dim).
+        slots: (rows,) int64, ascending: the original index of each row.
+        timeline: (tokens seen, 0), a tensor without elements. Its length is the number of tokens seen; a size, unlike
+            an int attribute, can be symbolic from the first trace.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: Tensor | None = None
+        self.timeline: Tensor | None = None
+
+    def _window_rows(self) -> int | None:
+        """How many of the latest rows stay after an update; None: all."""
+        return None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens; returns those of all tokens seen, by original index."""
+        before, new = self.get_seq_length(), key_states.shape[-2]
+        keys, values = key_states, value_states
+        slots = torch.arange(before, before + new, device=key_states.device)
+        if self.is_initialized:
+            held = self.keys.shape[-2]
+            keys = torch.cat([self.keys, keys], dim=-2)
+            values = torch.cat([self.values, values], dim=-2)
+            slots = torch.cat([self.slots, slots])
+        else:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.is_initialized = True
+            slots = torch.ops.uniprefill.bind_slots(slots, key_states)
+        self.timeline = torch.empty(before + new, 0, device=key_states.device)
+        rows = self._window_rows()
+        if rows is None:
+            self.keys, self.values, self.slots = keys, values, slots
+        else:
+            self.keys, self.values, self.slots = keys[:, :, -rows:], values[:, :, -rows:], slots[-rows:]
+        if before == 0:
+            return keys, values
+        expected = before + new if rows is None else min(before, rows) + new
+        view = torch.ops.uniprefill.logical_view
+        return view(keys, slots, before + new, expected), view(values, slots, before + new, expected)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, dropped ones included."""
+        return 0 if self.timeline is None else self.timeline.shape[0]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the keys that `update` returns: all tokens seen, from the first one."""
+        return self.get_seq_length() + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the latest tokens: `-n` forgets n of them (a positive number is the length to keep, as upstream)."""
+        seen = self.get_seq_length()
+        keep = tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove
+        if not self.is_initialized or keep >= seen:
+            return
+        assert self.slots is not None and self.timeline is not None
+        rows = int((self.slots < keep).sum())
+        self.keys, self.values, self.slots = self.keys[:, :, :rows], self.values[:, :, :rows], self.slots[:rows]
+        self.timeline = self.timeline[:keep]
+
+    def offload(self) -> None:
+        super().offload()
+        if self.slots is not None:
+            self.slots = self.slots.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.slots is not None:
+            self.slots = self.slots.to(self.device, non_blocking=True)
+
+    def reset(self) -> None:
+        """Forget everything (the buffers grow again; there is nothing static to keep)."""
+        self.keys = self.values = self.slots = self.timeline = None
+        self.is_initialized = False
+
+
+class SlottedSlidingLayer(SlottedLayer):
+    """The same for a sliding window W: it keeps the last W - 1 rows; the window itself is applied by slot.
+
+    W - 1 rows by index hold every row inside the window by slot, as slots ascend.
+    """
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.record_past = False
+
+    def activate_past_recording(self) -> None:
+        """Keep all rows until the next `crop`, so that drafted tokens can be taken back."""
+        self.record_past = True
+
+    def _window_rows(self) -> int | None:
+        return None if self.record_past else self.sliding_window - 1
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0 and not self.record_past and self.get_seq_length() >= self.sliding_window:
+            raise RuntimeError("call `activate_past_recording` before `crop`: the rows to go back to were not kept")
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            rows = self.sliding_window - 1
+            assert self.slots is not None
+            self.keys, self.values = self.keys[:, :, -rows:], self.values[:, :, -rows:]
+            self.slots = self.slots[-rows:]
+
+
+def adopt(cache: Any) -> None:
+    """Give a still empty `DynamicCache` slotted layers; leave every other cache alone. Traced by Dynamo."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = SlottedLayer
+    for index, layer in enumerate(cache.layers):
+        if layer.is_initialized if hasattr(layer, "is_initialized") else False:
+            continue
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = SlottedLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = SlottedSlidingLayer(layer.sliding_window)

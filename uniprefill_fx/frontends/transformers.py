@@ -1,0 +1,38 @@
+"""transformers: caches that know their tokens, and mixers as single ops.
+
+Both work by `torch.compiler.substitute_in_graph`: Dynamo traces the substitute, eager code never sees it, and the
+substitute calls a copy of the original function unless the trace is for this backend.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from uniprefill_fx.frontends.cache import adopt
+from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
+from uniprefill_fx.frontends.mixers import install_known
+
+# Every decoder asks one of these for its masks before it writes to its cache.
+MASK_FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+
+
+def install() -> None:
+    """Teach Dynamo the substitutes. Process-wide, and inert for other backends and eager code."""
+    for name in MASK_FUNCTIONS:
+        _adopt_caches_in(getattr(masking_utils, name))
+    install_known()
+
+
+def _adopt_caches_in(function: Any) -> None:
+    original = copy_function(function)
+    place = list(inspect.signature(function).parameters).index("past_key_values")
+
+    @torch.compiler.substitute_in_graph(function, skip_signature_check=True)
+    def substitute(*args: Any, **kwargs: Any) -> Any:
+        if compiling_for_uniprefill():
+            adopt(args[place] if len(args) > place else kwargs.get("past_key_values"))
+        return original(*args, **kwargs)

@@ -1,0 +1,121 @@
+"""Attention by original token index: what the passes put in place of the model's attention and its s x s mask."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from uniprefill_fx.ops.scoring import requests
+
+QUERY_ROWS = 256  # rows of queries that get an explicit mask at a time: bounds the mask to QUERY_ROWS x visible keys
+
+
+@torch.library.custom_op("uniprefill::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+) -> Tensor:
+    """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
+
+    Query slot a sees key slot b when b <= a, and a - b < window, and a // chunk == b // chunk, and key_mask[b], and
+    both belong to the same request. No mask larger than `QUERY_ROWS` x keys is formed.
+
+    Args:
+        q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim).
+        q_slots, k_slots: (queries,), (keys,) int64, ascending within a request. Absent: keys are 0, 1, ..., and the
+            queries are the last of them.
+        cu_seqlens: (requests + 1,) int32 when requests are packed along the token axis (batch is 1 and queries are
+            keys); absent: each batch row is one request.
+        key_mask: (batch, slots) bool, False where a token is padding; absent: none is.
+        scale: factor on the logits; absent: head_dim ** -0.5.
+
+    Returns:
+        (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
+    """
+    spans = [(0, k.shape[2])] if cu_seqlens is None else requests(cu_seqlens)
+    if len(spans) == 1:
+        out = _one_request(q, k, v, q_slots, k_slots, key_mask, scale, window, chunk)
+    else:
+        parts = []
+        for start, end in spans:
+            rows = slice(start, end)
+            slots = (None, None) if q_slots is None or k_slots is None else (q_slots[rows], k_slots[rows])
+            parts.append(
+                _one_request(q[:, :, rows], k[:, :, rows], v[:, :, rows], *slots, key_mask, scale, window, chunk)
+            )
+        out = torch.cat(parts, dim=2)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attention.register_fake
+def _(q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+
+
+def _one_request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+) -> Tensor:
+    queries, keys = q.shape[2], k.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if window is None and chunk is None and key_mask is None and queries in (1, keys):
+        # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
+    if k_slots is None or q_slots is None:
+        k_slots = torch.arange(keys, device=k.device)
+        q_slots = k_slots[keys - queries :]
+    parts = []
+    for first, last, low, high in _visible(q_slots, k_slots, window, chunk):
+        a, b = q_slots[first:last, None], k_slots[None, low:high]
+        seen = b <= a
+        if window is not None:
+            seen &= a - b < window
+        if chunk is not None:
+            seen &= a // chunk == b // chunk
+        mask = seen[None, None]
+        if key_mask is not None:
+            mask = mask & key_mask[:, k_slots[low:high]][:, None, None]
+        parts.append(
+            F.scaled_dot_product_attention(
+                q[:, :, first:last],
+                k[:, :, low:high],
+                v[:, :, low:high],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(parts, dim=2)
+
+
+def _visible(
+    q_slots: Tensor, k_slots: Tensor, window: int | None, chunk: int | None
+) -> list[tuple[int, int, int, int]]:
+    """For each run of query rows, the key rows that any of them sees: [(first, last, low, high)]."""
+    queries = q_slots.shape[0]
+    starts = torch.arange(0, queries, QUERY_ROWS, device=q_slots.device)
+    ends = (starts + QUERY_ROWS).clamp(max=queries)
+    oldest = torch.zeros_like(starts)
+    if window is not None:
+        oldest = torch.maximum(oldest, q_slots[starts] - (window - 1))
+    if chunk is not None:
+        oldest = torch.maximum(oldest, q_slots[starts] // chunk * chunk)
+    low = torch.searchsorted(k_slots, oldest)
+    high = torch.searchsorted(k_slots, q_slots[ends - 1], right=True)
+    return [tuple(row) for row in torch.stack((starts, ends, low, high), 1).tolist()]

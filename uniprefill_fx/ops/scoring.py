@@ -1,0 +1,122 @@
+"""Block scores and token selection (UniPrefill, arXiv 2605.06221, Eq. 3 to 5), packed by `cu_seqlens`.
+
+Blocks of request r start at `cu_seqlens[r] // block_size + r` of the score vector, so that the vector's length,
+`total // block_size + requests`, is known without reading `cu_seqlens`. Entries that no block uses are 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def requests(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    """[(start, end)] of each request of a packed stream. One host synchronisation on an accelerator."""
+    bounds = cu_seqlens.tolist()
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def block_bounds(start: int, end: int, request: int, block_size: int) -> tuple[int, int]:
+    """Where the blocks of one request lie in the score vector: [first, past the last)."""
+    first = start // block_size + request
+    return first, first + math.ceil((end - start) / block_size)
+
+
+@torch.library.custom_op("uniprefill::score", mutates_args=())
+def score(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    last_n: int,
+    block_size: int,
+    score_dtype: torch.dtype,
+) -> Tensor:
+    """Attention mass that the last queries of each request give to each block of its keys.
+
+    Args:
+        q: (1, heads, tokens, head_dim), k: (1, kv_heads, tokens, head_dim), both after rotary.
+        cu_seqlens: (requests + 1,) int32, first 0, last `tokens`.
+        scale: factor on the logits. last_n: queries a request is scored with (fewer when it is shorter).
+        block_size: tokens a block. score_dtype: dtype of softmax and sums.
+
+    Returns:
+        (tokens // block_size + requests,) in `score_dtype`; see the module docstring for the order.
+    """
+    heads, tokens = q.shape[1], q.shape[2]
+    groups = heads // k.shape[1]
+    scores = torch.zeros(tokens // block_size + cu_seqlens.shape[0] - 1, dtype=score_dtype, device=q.device)
+    for r, (start, end) in enumerate(requests(cu_seqlens)):
+        length = end - start
+        n = min(last_n, length)
+        queries, keys = q[0, :, end - n : end].to(score_dtype), k[0, :, start:end].to(score_dtype)
+        hidden = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
+        mass = torch.zeros(length, dtype=score_dtype, device=q.device)
+        for head in range(heads):  # a head at a time: the n x N score matrix of all heads need not exist at once
+            logits = (queries[head] @ keys[head // groups].T) * scale
+            mass += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum(0)
+        first, last = block_bounds(start, end, r, block_size)
+        padded = torch.nn.functional.pad(mass, (0, (last - first) * block_size - length))
+        scores[first:last] = padded.view(last - first, block_size).sum(-1)
+    return scores
+
+
+@score.register_fake
+def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=score_dtype)
+
+
+@torch.library.custom_op("uniprefill::select", mutates_args=())
+def select(
+    block_scores: Tensor,
+    cu_seqlens: Tensor,
+    prompt_lengths: Tensor,
+    block_size: int,
+    last_n: int,
+    sink_tokens: int,
+    p: float | None,
+    keep_ratio: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Rows to keep: the smallest set of blocks that holds a fraction `p` of the mass, plus the forced rows.
+
+    A block is kept when the mass of all higher blocks is below p of the total (Eq. 5); ties go to the lower block
+    index; cumulative sums are float64. With `keep_ratio` instead of `p`: the
+    ceil(keep_ratio * prompt length / block_size) highest blocks. The first `sink_tokens` and the last `last_n` rows
+    of a request always stay. p = 1 keeps everything, and so does a total that is not finite.
+
+    Args:
+        block_scores: as `score` returns them. cu_seqlens: (requests + 1,) int32 of the stream as it is.
+        prompt_lengths: (requests,) tokens of each request before any drop (what `keep_ratio` counts from).
+
+    Returns:
+        rows: (kept,) int64, ascending, into the packed stream; cu_seqlens of the kept stream, int32.
+    """
+    keep = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bool, device=block_scores.device)
+    for r, (start, end) in enumerate(requests(cu_seqlens)):
+        first, last = block_bounds(start, end, r, block_size)
+        mass = block_scores[first:last].double()
+        order = torch.sort(mass, descending=True, stable=True).indices
+        total = mass.sum()
+        if p == 1.0 or not bool(torch.isfinite(total)):
+            keep[start:end] = True
+            continue
+        if keep_ratio is not None:
+            chosen = order[: math.ceil(keep_ratio * int(prompt_lengths[r]) / block_size)]
+        else:
+            higher = mass[order].cumsum(0) - mass[order]
+            chosen = order[higher < p * total]
+        blocks = torch.zeros(last - first, dtype=torch.bool, device=keep.device)
+        blocks[chosen] = True
+        keep[start:end] = blocks.repeat_interleave(block_size)[: end - start]
+        keep[start : min(end, start + sink_tokens)] = True
+        keep[max(start, end - last_n) : end] = True
+    before = torch.nn.functional.pad(keep.cumsum(0, dtype=torch.int32), (1, 0))
+    return keep.nonzero().squeeze(1), before[cu_seqlens.long()]
+
+
+@select.register_fake
+def _(block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio):  # type: ignore[no-untyped-def]
+    kept = torch.library.get_ctx().new_dynamic_size()
+    return block_scores.new_empty(kept, dtype=torch.int64), torch.empty_like(cu_seqlens)

@@ -1,0 +1,79 @@
+"""Replace attention that is understood by `uniprefill.attention`, in graphs that drop nothing.
+
+Decode steps and later chunks read cache layers that may be compact; the op attends to the rows that they hold, by
+their original indices. Dense prefill gains that no mask is formed. Before::
+
+    keys = uniprefill.logical_view(stored_k, slots, seen, expected)    # (1, kv_heads, seen, D)
+    attn = scaled_dot_product_attention(q, repeat(keys), repeat(values), attn_mask=mask)
+
+After::
+
+    attn = uniprefill.attention(q, stored_k, stored_v, arange(seen - queries, seen), slots, ...)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from uniprefill_fx.passes.rewrite import clean
+from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.values import expression, is_op, meta
+
+ops = torch.ops.uniprefill
+
+
+def lower_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> int:
+    """Replace every site that can be, in place; returns how many. Node meta stays as the model's own op had it."""
+    replaced = 0
+    for site in sites:
+        if site.mask is None or (site.stored and not _last_tokens(site)) or not (site.stored or site.fresh):
+            continue
+        with gm.graph.inserting_before(site.node):
+            new = _attention(gm.graph, site)
+        new.meta = dict(site.node.meta)
+        site.node.replace_all_uses_with(new)
+        replaced += 1
+    for node in list(gm.graph.nodes):
+        if is_op(node, "bind_slots"):
+            node.replace_all_uses_with(node.args[0])
+    clean(gm)
+    return replaced
+
+
+def _last_tokens(site: Site) -> bool:
+    """Whether the queries are the last of the tokens seen, which is what their mask's offset must say."""
+    assert site.mask is not None and site.stored is not None
+    seen, queries = expression(site.stored[0].seen), expression(meta(site.q).shape[2])
+    return bool(site.mask.offset - (seen - queries) == 0)
+
+
+def _attention(graph: fx.Graph, site: Site) -> fx.Node:
+    assert site.mask is not None
+    key_mask = site.mask.key_mask
+    if key_mask is not None and meta(key_mask).dtype != torch.bool:
+        key_mask = graph.call_method("bool", (key_mask,))
+    k: Any = site.k
+    v: Any = site.v
+    q_slots = k_slots = None
+    if site.stored is not None:
+        keys, values = site.stored
+        k, v = keys.rows, values.rows
+        one = meta(site.q).shape[2] == 1
+        if not (one and site.mask.full and key_mask is None):  # one query sees all that is stored: no slots needed
+            k_slots = keys.slots
+            queries = 1 if one else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
+            if isinstance(keys.seen, int) and isinstance(queries, int):
+                first: Any = keys.seen - queries
+            else:
+                first = graph.call_function(operator.sub, (keys.seen, queries))
+            device = meta(site.q).device
+            q_slots = graph.call_function(torch.arange, (first, keys.seen), {"device": device})
+    return graph.call_function(
+        ops.attention.default,
+        (site.q, k, v, q_slots, k_slots, None, key_mask, site.scale, site.mask.window, site.mask.chunk),
+    )

@@ -1,0 +1,232 @@
+"""Read an attention mask as a function of a query index and a key index, without forming it.
+
+Masks are broadcast compares of index vectors: `(kv <= q) & (kv > q - 128) & padding[batch, kv]`. Each node of the
+mask's subgraph is evaluated to a sympy expression over the axes of its result (`AXES[0]` is the first axis); what is
+not understood becomes an opaque function of those axes. `classify` then sorts the conjuncts into a `MaskKind`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import FloorDiv
+
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.values import expression, meta, name_of
+
+AXES = sympy.symbols("axis0:8", integer=True)
+BATCH, HEAD, QUERY, KEY = AXES[:4]
+
+COMPARE = {"lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge, "eq": sympy.Eq, "ne": sympy.Ne}
+ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": FloorDiv}
+LOGIC = {"and_": sympy.And, "logical_and": sympy.And, "or_": sympy.Or, "logical_or": sympy.Or}
+CASTS = frozenset("to bool long int contiguous clone detach".split())
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What one attention op lets a query see, in original token indices.
+
+    Attributes:
+        offset: index of the first query minus index of the first key, symbolic. Every kind here is causal.
+        window: a query sees itself and the window - 1 tokens before it; None: all before it.
+        chunk: a query sees only its own chunk of this many tokens; None: all.
+        key_mask: node of a (batch, keys) mask, nonzero where the token is real; None: no padding term.
+    """
+
+    offset: sympy.Expr
+    window: int | None = None
+    chunk: int | None = None
+    key_mask: fx.Node | None = None
+
+    @property
+    def full(self) -> bool:
+        """Plain causal attention over all earlier tokens."""
+        return self.window is None and self.chunk is None
+
+    def __str__(self) -> str:
+        kind = "full" if self.full else f"sliding window {self.window}" if self.window else f"chunk {self.chunk}"
+        return kind + (", padding mask" if self.key_mask is not None else "")
+
+
+class _Reader:
+    """Evaluates nodes to sympy expressions of their own axes."""
+
+    def __init__(self) -> None:
+        self.memo: dict[fx.Node, Any] = {}
+        self.data: dict[str, fx.Node] = {}
+
+    def read(self, value: Any, ndim: int) -> Any:
+        """The expression of an operand, aligned (as broadcasting aligns) to a result of `ndim` axes."""
+        if not isinstance(value, fx.Node):
+            return sympy.sympify(value)
+        fake = meta(value)
+        if not isinstance(fake, torch.Tensor):
+            return expression(fake) if isinstance(fake, torch.SymInt | int) else sympy.Symbol(value.name)
+        shift = ndim - fake.ndim
+        found = self.node(value)
+        return found.xreplace({AXES[i]: AXES[i + shift] for i in range(fake.ndim)}) if shift else found
+
+    def node(self, node: fx.Node) -> Any:
+        if node not in self.memo:
+            found = self._evaluate(node)
+            ndim = meta(node).ndim
+            if found is None or ndim > len(AXES):
+                self.data[node.name] = node
+                found = sympy.Function(node.name)(*AXES[:ndim])
+            # Along an axis of size 1 the index is 0, which is also what broadcasting needs.
+            ones = {AXES[d]: sympy.Integer(0) for d, s in enumerate(meta(node).shape) if expression(s) == 1}
+            self.memo[node] = found.xreplace(ones)
+        return self.memo[node]
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        name, args, ndim = name_of(node).strip("_"), node.args, meta(node).ndim
+        if name == "arange" and not {"step"} & node.kwargs.keys() and len(args) in (1, 2):
+            return AXES[0] + (self.read(args[0], 0) if len(args) == 2 else 0)
+        if name in ("zeros", "new_zeros", "zeros_like"):
+            return sympy.Integer(0)
+        if name in ("ones", "new_ones", "ones_like"):
+            return sympy.true if meta(node).dtype == torch.bool else sympy.Integer(1)
+        if name == "and":
+            name = "and_"
+        if name == "or":
+            name = "or_"
+        if name in COMPARE or name in ARITHMETIC or name in LOGIC:
+            left, right = (self.read(a, ndim) for a in args[:2])
+            if name in LOGIC:
+                return LOGIC[name](_truth(left), _truth(right))
+            if left in (sympy.true, sympy.false) or right in (sympy.true, sympy.false):
+                return None
+            return (COMPARE.get(name) or ARITHMETIC[name])(left, right)
+        if name in ("not", "invert", "logical_not", "bitwise_not") and meta(node).dtype == torch.bool:
+            return sympy.Not(_truth(self.read(args[0], ndim)))
+        if name in CASTS and isinstance(args[0], fx.Node) and meta(args[0]).ndim == ndim:
+            inner = self.node(args[0])
+            return _truth(inner) if meta(node).dtype == torch.bool and name not in ("contiguous", "clone") else inner
+        if name in ("expand", "expand_as"):
+            return self.read(args[0], ndim)
+        if name == "unsqueeze":
+            return self._spread(args[0], _dimension(args[1], ndim), ndim)
+        if name == "getitem":
+            return self._getitem(node)
+        return None
+
+    def _spread(self, source: Any, dim: int, ndim: int) -> Any:
+        moved = {AXES[i]: AXES[i + 1] for i in range(dim, ndim - 1)}
+        return self.node(source).xreplace(moved)
+
+    def _getitem(self, node: fx.Node) -> Any:
+        source, index = node.args[0], node.args[1]
+        if not isinstance(source, fx.Node) or not isinstance(meta(source), torch.Tensor):
+            return None
+        index = index if isinstance(index, tuple) else (index,)
+        tensors = [i for i in index if isinstance(i, fx.Node) and isinstance(meta(i), torch.Tensor)]
+        if tensors:
+            if len(tensors) != len(index) or len(index) != meta(source).ndim:
+                return None
+            # x[i, j] with index tensors that broadcast together: the source read at those indices.
+            at = [self.read(i, meta(node).ndim) for i in tensors]
+            return self.node(source).xreplace(dict(zip(AXES, at, strict=False)))
+        moved, out, axis = {}, 0, 0
+        if Ellipsis in index:
+            return None
+        for item in index:
+            if item is None:
+                out += 1
+            elif item == slice(None, None, None):
+                moved[AXES[axis]] = AXES[out]
+                axis, out = axis + 1, out + 1
+            else:
+                return None
+        for rest in range(axis, meta(source).ndim):
+            moved[AXES[rest]] = AXES[out]
+            out += 1
+        return self.node(source).xreplace(moved)
+
+
+def _dimension(dim: Any, ndim: int) -> int:
+    return int(dim) % ndim
+
+
+def _truth(value: Any) -> Any:
+    """An expression as a condition: data and numbers are true where they are not 0."""
+    boolean = isinstance(value, sympy.logic.boolalg.Boolean) and not isinstance(value, sympy.Symbol)
+    return value if boolean else sympy.Ne(value, 0)
+
+
+def classify(mask: fx.Node, queries: sympy.Expr) -> MaskKind:
+    """The kind of a boolean mask (batch, heads, queries, keys).
+
+    Raises:
+        RefusalError: a conjunct is none of: causal, sliding window, chunk, padding of keys.
+    """
+    fake = meta(mask)
+    if not isinstance(fake, torch.Tensor) or fake.dtype != torch.bool:
+        raise refuse(Category.MASK, f"a {getattr(fake, 'dtype', type(fake))} mask", "only boolean masks are read")
+    reader = _Reader()
+    condition = _truth(reader.read(mask, 4))
+    query = sympy.Integer(0) if queries == 1 else QUERY
+    offset = window = chunk = key_mask = None
+    for term in condition.args if isinstance(condition, sympy.And) else (condition,):
+        found = _relation(term)
+        if found is None:
+            raise _unknown(term)
+        kind, value = found
+        distance = sympy.simplify(value - query) if kind != "data" else value
+        if kind == "before" and not distance.has(QUERY, KEY) and offset is None:
+            offset = distance
+        elif kind == "after" and not distance.has(QUERY, KEY) and window is None:
+            window = distance  # relative to the offset, which may be known only later
+        elif kind == "data" and key_mask is None and value.args == (BATCH_OR_ZERO(value), KEY):
+            key_mask = reader.data[value.func.__name__]
+        else:
+            raise _unknown(term)
+    if offset is None:
+        raise refuse(
+            Category.NON_CAUSAL,
+            f"a mask that lets queries see later tokens: {condition}",
+            "tokens can be dropped behind causal attention only",
+        )
+    if window is not None:
+        # key > query + offset - W, that is: the bound lies W below the causal one
+        size = sympy.simplify(offset - window)
+        if not size.is_Integer or size < 1:
+            raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
+        window = int(size)
+    return MaskKind(offset, window, chunk, key_mask)
+
+
+def BATCH_OR_ZERO(value: Any) -> Any:
+    """The batch argument of a padding lookup: index 0 when the batch has one row."""
+    return value.args[0] if value.args and value.args[0] in (BATCH, sympy.Integer(0)) else BATCH
+
+
+def _relation(term: Any) -> tuple[str, Any] | None:
+    """("before", x): key <= x. ("after", x): key > x. ("data", f(batch, key)): the token is real."""
+    if isinstance(term, sympy.Ne) and term.rhs == 0 and isinstance(term.lhs, sympy.core.function.AppliedUndef):
+        return "data", term.lhs
+    if isinstance(term, sympy.core.relational._Inequality):
+        difference = sympy.expand(term.gts - term.lts)  # gts >= lts, or >
+        strict = isinstance(term, sympy.StrictGreaterThan | sympy.StrictLessThan)
+        coefficient = difference.coeff(KEY)
+        rest = difference - coefficient * KEY
+        if rest.has(KEY):
+            return None
+        if coefficient == -1:  # rest - key >= 0
+            return "before", rest - 1 if strict else rest
+        if coefficient == 1:  # key + rest >= 0
+            return "after", -rest if strict else -rest - 1
+    return None
+
+
+def _unknown(term: Any) -> Exception:
+    return refuse(
+        Category.MASK,
+        f"a mask term that is none of causal, sliding window, padding of keys: {term}",
+        "such a layer stays dense; report the model if the term is a standard one",
+    )

@@ -1,0 +1,139 @@
+"""What becomes of a graph's outputs when tokens are dropped, and what of the tail behind the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import sympy
+from torch import fx
+
+from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, peel, shape, token_dims
+
+
+class Treatment(str, Enum):
+    """What happens to one output."""
+
+    AS_IS = "as is"
+    COMPACT = "compact"
+    RESTORE = "restore"
+
+
+class Exposure(str, Enum):
+    """Which rows the outputs behind the residual stream show."""
+
+    NONE = "last rows"
+    ALL = "all rows"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the graph's output."""
+
+    node: fx.Node
+    treatment: Treatment
+
+
+def tail_of(graph: fx.Graph, end: fx.Node, ancestry: Ancestry) -> frozenset[fx.Node]:
+    """The nodes behind the last value of the residual stream: final norm, slice, head."""
+    return frozenset(n for n in graph.nodes if n is not end and n.op != "output" and ancestry.depends(n, end))
+
+
+def exposure_of(
+    graph: fx.Graph, tail: frozenset[fx.Node], end: fx.Node, tokens: sympy.Symbol, config: PrefillConfig
+) -> Exposure:
+    """Whether any output behind the end of the stream depends on rows that may be dropped.
+
+    Raises:
+        RefusalError: an output reduces over all tokens (a loss), or all logits are asked for with
+            `full_logits="dense"`.
+    """
+    exposed = {end}
+    for node in graph.nodes:
+        if node in tail and not _last_rows(node, tokens, config.last_n) and exposed & set(node.all_input_nodes):
+            exposed.add(node)
+    shown = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node) and n in exposed]
+    for node in shown:
+        if not token_dims(node, tokens):
+            raise refuse(
+                Category.OUTPUT,
+                f"an output of shape {_shape(node)} that is computed from all tokens (a loss?)",
+                "it would be approximate: such a call stays dense; leave out labels to have tokens dropped",
+            )
+    if shown and config.full_logits == "dense":
+        raise refuse(
+            Category.FULL_LOGITS,
+            "logits or hidden states of all positions are asked for, with full_logits='dense'",
+            "pass logits_to_keep=1, or full_logits='frozen' to have dropped rows come from their frozen states",
+        )
+    return Exposure.ALL if shown else Exposure.NONE
+
+
+def read_outputs(
+    graph: fx.Graph,
+    sites: Sequence[Site],
+    stage: dict[fx.Node, int],
+    tail: frozenset[fx.Node],
+    end: fx.Node,
+    tokens: sympy.Symbol,
+) -> tuple[Output, ...]:
+    """The treatment of each output.
+
+    Raises:
+        RefusalError: an output of kept rows, or the tail, needs values that dropped tokens do not have.
+    """
+    written = _written_rows(sites)
+    for node in tail:
+        for read in node.all_input_nodes:
+            if stage[read] and read is not end and token_dims(read, tokens):
+                raise refuse(Category.OUTPUT, f"the head reads `{read.name}`, a value inside the layers", "stays dense")
+    outputs = []
+    for node in (a for a in arguments(graph.output_node()) if isinstance(a, fx.Node)):
+        if not stage[node] or not token_dims(node, tokens):
+            treatment = Treatment.AS_IS
+        elif peel(node, ("getitem", "contiguous")) in written or is_op(peel(node, ("getitem",)), "bind_slots"):
+            treatment = Treatment.COMPACT
+        elif shape(node) == shape(end):
+            treatment = Treatment.RESTORE
+        else:
+            raise refuse(
+                Category.OUTPUT,
+                f"an output of shape {_shape(node)} indexed by token, neither the residual stream nor keys or values",
+                "dropped tokens have no such value: do not ask for it (attentions, router logits), or stay dense",
+            )
+        outputs.append(Output(node, treatment))
+    return tuple(outputs)
+
+
+def _written_rows(sites: Sequence[Site]) -> set[fx.Node]:
+    """The keys and values that the sites wrote, as they may be handed out."""
+    return {node for site in sites for node in (site.k, site.v)}
+
+
+def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
+    """Whether a node takes only rows that always stay: x[:, -k:], k <= last_n, along the token axis."""
+    if name_of(node) != "getitem" or not isinstance(node.args[0], fx.Node):
+        return False
+    dims = token_dims(node.args[0], tokens)
+    index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if len(dims) != 1 or Ellipsis in index or None in index or len(index) <= dims[0]:
+        return False
+    taken = index[dims[0]]
+    if isinstance(taken, int):
+        return -last_n <= taken < 0
+    return (
+        isinstance(taken, slice)
+        and isinstance(taken.start, int)
+        and -last_n <= taken.start < 0
+        and taken.stop is None
+        and taken.step in (None, 1)
+    )
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(getattr(meta(node), "shape", ()))

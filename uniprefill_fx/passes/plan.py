@@ -1,0 +1,184 @@
+"""Decide what to do with one graph: which layers drop, what each node runs on, and what the outputs become.
+
+`make_plan` only reads the graph. `rewrite` executes the plan and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
+from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
+from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_outputs, tail_of
+from uniprefill_fx.passes.sites import Site, find_sites, token_count
+from uniprefill_fx.passes.stages import Crossing, crossings, stages
+from uniprefill_fx.passes.stream import entering, leaving, residual_adds
+from uniprefill_fx.passes.values import Ancestry, decoder_layer, expression, meta, name_of, peel
+
+
+@dataclass(frozen=True)
+class Drop:
+    """One drop: after which attention, how much stays, and what dropped tokens are frozen to."""
+
+    site: Site
+    residual: fx.Node
+    p: float | None
+    keep_ratio: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to one graph. `drops` is empty when it stays dense, and `refusals` says why.
+
+    Attributes:
+        sites: all attention ops. num_layers: decoder layers seen in the graph.
+        tokens: the symbol of the prompt length; count: the graph's node of it.
+        stage: node -> number of drops behind it. crossings: how a value of an earlier stage meets the kept rows.
+        tail: nodes behind the restored stream; empty when no output shows dropped rows.
+        stream_end: the last value of the residual stream. outputs: what each leaf of the output becomes.
+        exposure: what the tail shows of dropped rows.
+        unpadded: placeholders of padding masks: all their elements must be nonzero for the plan to hold.
+    """
+
+    sites: tuple[Site, ...]
+    num_layers: int = 0
+    refusals: tuple[Refusal, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    tokens: sympy.Symbol | None = None
+    count: fx.Node | None = None
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    crossings: dict[fx.Node, Crossing] = field(default_factory=dict)
+    tail: frozenset[fx.Node] = frozenset()
+    stream_end: fx.Node | None = None
+    outputs: tuple[Output, ...] = ()
+    exposure: Exposure = Exposure.NONE
+    unpadded: tuple[fx.Node, ...] = ()
+
+    @property
+    def prefill(self) -> bool:
+        """Whether the graph takes a whole new prompt (and not a decode step or a later chunk)."""
+        return not any(site.stored for site in self.sites)
+
+
+def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None = None) -> Plan:
+    """Analyse a Dynamo graph. Never raises for a graph it does not understand: the reasons are in the plan.
+
+    Args:
+        blocked: a reason from outside the graph (gradients, a graph break) why nothing may be dropped.
+
+    Raises:
+        OptionError: an option does not fit this model (a drop layer without full attention, a list of the wrong
+            length).
+    """
+    graph = gm.graph
+    sites = tuple(find_sites(graph))
+    layers = [decoder_layer(n) for n in graph.nodes]
+    count = max((layer for layer in layers if layer is not None), default=len(sites) - 1) + 1
+    refusals = [site.refusal for site in sites if site.refusal is not None]
+    try:
+        if blocked is not None:
+            raise RefusalError(blocked)
+        return _plan(graph, sites, count, config, refusals)
+    except RefusalError as error:
+        if error.refusal not in refusals:
+            refusals.append(error.refusal)
+        return Plan(sites, count, tuple(refusals))
+
+
+def _plan(
+    graph: fx.Graph, sites: tuple[Site, ...], num_layers: int, config: PrefillConfig, refusals: list[Refusal]
+) -> Plan:
+    tokens = token_count(list(sites))
+    batch = expression(meta(sites[0].q).shape[0])
+    if batch != 1:
+        raise refuse(Category.BATCH, f"a batch of {batch} prompts", "batches stay dense: prompts are dropped one by one")
+    unpadded = tuple(dict.fromkeys(_padding_input(s.mask.key_mask) for s in sites if s.mask and s.mask.key_mask))
+    chosen = choose_layers(sites, num_layers, config)
+    ancestry = Ancestry(graph)
+    adds = residual_adds(graph, tokens, ancestry)
+    drops = []
+    for i, site in enumerate(chosen):
+        try:
+            residual = entering(site, adds, ancestry)
+        except RefusalError as error:
+            refusals.append(error.refusal)
+            continue
+        p, ratio = config.kept_for(i, len(chosen))
+        drops.append(Drop(site, residual, p, ratio))
+    if not drops:
+        raise RefusalError(refusals[-1]) if refusals else _no_site(config)
+    end = leaving(drops[0].site, adds, ancestry)
+    tail = tail_of(graph, end, ancestry)
+    exposure = exposure_of(graph, tail, end, tokens, config)
+    if exposure is Exposure.NONE:
+        tail = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
+    stage = stages(graph, sites, [d.site for d in drops], tokens, tail)
+    moves = crossings(graph, sites, stage, tokens)
+    outputs = read_outputs(graph, sites, stage, tail, end, tokens)
+    return Plan(
+        sites,
+        num_layers,
+        tuple(refusals),
+        tuple(drops),
+        tokens,
+        _count_node(graph, tokens),
+        stage,
+        moves,
+        tail,
+        end,
+        outputs,
+        exposure,
+        unpadded,
+    )
+
+
+def choose_layers(sites: Iterable[Site], num_layers: int, config: PrefillConfig) -> list[Site]:
+    """The sites after which tokens are dropped, in graph order.
+
+    Raises:
+        OptionError: `drop_layers` names a layer that has no full attention over the prompt.
+    """
+    full = {s.layer: s for s in sites if s.fresh and s.mask is not None and s.mask.full}
+    if config.drop_layers == "all":
+        return list(full.values())
+    if config.drop_layers == "auto":
+        return [full[layer] for layer in auto_drop_layers(tuple(full), num_layers)]
+    for layer in config.drop_layers:
+        if layer not in full:
+            raise OptionError(
+                "drop_layers",
+                list(config.drop_layers),
+                f"layers with full causal attention over the prompt, here {sorted(full)}",
+                f"Layer {layer} has none that is understood; explain() shows what each layer is.",
+            )
+    return [full[layer] for layer in sorted(config.drop_layers)]
+
+
+def _no_site(config: PrefillConfig) -> RefusalError:
+    return refuse(
+        Category.NO_ATTENTION,
+        f"no layer to drop after with drop_layers={config.drop_layers!r}",
+        "dropping needs full causal attention before the last layer",
+    )
+
+
+def _padding_input(mask: fx.Node) -> fx.Node:
+    source = peel(mask, ("to", "bool", "contiguous"))
+    if source.op != "placeholder":
+        raise refuse(Category.PADDING, f"a padding mask computed in the graph: {source.name}", "pass a 2-D mask")
+    return source
+
+
+def _count_node(graph: fx.Graph, tokens: sympy.Symbol) -> fx.Node:
+    for node in graph.nodes:
+        value = meta(node)
+        if node.op == "placeholder" and isinstance(value, torch.SymInt) and expression(value) == tokens:
+            return node
+        if name_of(node) == "sym_size" and expression(value) == tokens:
+            return node
+    raise refuse(Category.TOKEN_AXIS, "no input holds the prompt length", "pass token ids or embeddings as a tensor")

@@ -1,0 +1,105 @@
+"""Fill in the meta of a rewritten graph: a fake value for each node, in a shape environment of its own.
+
+Dynamo's environment is left alone: kept lengths are no inputs of the traced frame, so guards about them must not reach
+Dynamo. Here the prompt length and each kept length are backed symbols.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.values import expression, is_op, meta
+
+
+def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """A new backed SymInt, at least 2, with `hint` as the size it is traced with."""
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def propagate(gm: fx.GraphModule) -> None:
+    """Set `meta["val"]` (and `example_value`) of every node of a rewritten graph.
+
+    Raises:
+        RefusalError: the graph holds for one prompt length, or one kept length, only.
+    """
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    _Propagator(gm, mode, shape_env).run_all()
+
+
+class _Propagator(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, shape_env: ShapeEnv) -> None:
+        super().__init__(gm)
+        self.mode, self.shape_env = mode, shape_env
+        self.sizes: dict[sympy.Symbol, torch.SymInt] = {}
+
+    def run_all(self) -> None:
+        inputs = [self._input(node) for node in self.module.graph.nodes if node.op == "placeholder"]
+        lengths = dict(self.sizes)
+        with self.mode:
+            self.run(*inputs)
+        for symbol, size in lengths.items():
+            if not expression(size).free_symbols:
+                raise refuse(
+                    Category.TOKEN_AXIS,
+                    f"the rewritten graph holds for one length of {symbol} only",
+                    "an operation in the model needs a fixed number of tokens",
+                )
+
+    def _input(self, node: fx.Node) -> Any:
+        value = meta(node)
+        if isinstance(value, torch.Tensor):
+            size = [self._size(s) for s in value.shape]
+            stride = [self._size(s) for s in value.stride()]
+            with self.mode:
+                return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        return value
+
+    def _size(self, size: Any) -> Any:
+        found = expression(size)
+        if not found.free_symbols:
+            return int(found)
+        for symbol in found.free_symbols:
+            if symbol not in self.sizes:
+                self.sizes[symbol] = fresh_symbol(self.shape_env, str(symbol), _hint(size, symbol))
+        if isinstance(found, sympy.Symbol):
+            return self.sizes[found]
+        return sympy.lambdify(list(self.sizes), found)(*self.sizes.values())
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_op(n, "select"):
+            value = self._select(n)
+        else:
+            value = super().run_node(n)
+        n.meta["val"] = n.meta["example_value"] = value
+        return value
+
+    def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+        """`select` with a backed kept length: half of the rows as a hint, so that it equals no other length."""
+        args = self.map_nodes_to_values(n.args, n)
+        ordinal = n.meta["uniprefill_drop"]
+        name = f"kept{ordinal}"
+        kept = fresh_symbol(self.shape_env, name, 1031 - 2 * ordinal)
+        self.sizes[sympy.Symbol(name)] = kept
+        rows = args[0].new_empty(kept, dtype=torch.int64)
+        return rows, torch.empty_like(args[1])
+
+
+def _hint(size: Any, symbol: sympy.Symbol) -> int:
+    hints = size.node.shape_env.backed_var_to_val if hasattr(size.node.shape_env, "backed_var_to_val") else None
+    hints = size.node.shape_env.var_to_val if hints is None else hints
+    return int(hints[symbol])

@@ -1,0 +1,224 @@
+"""Execute a plan: the same network on ever fewer rows, as one new graph.
+
+Before, for one layer (N tokens)::
+
+    attn = scaled_dot_product_attention(q, k, v, attn_mask=mask)   # (1, H, N, D), mask (1, 1, N, N)
+    h = add(x, linear(attn.transpose(1, 2).reshape(1, N, -1), w))  # (1, N, hidden)
+
+After, when the layer drops (K rows stay)::
+
+    attn = uniprefill.attention(q, k, v, ...)                      # (1, H, N, D), no mask
+    scores = uniprefill.score(q, k, cu_seqlens, ...)               # (blocks,)
+    rows, cu_seqlens_1 = uniprefill.select(scores, cu_seqlens, ...)  # (K,)
+    attn_1 = uniprefill.compact(attn, rows, 2)                     # (1, H, K, D)
+    x_1 = uniprefill.compact(x, rows, 1)                           # (1, K, hidden)
+    h = add(x_1, linear(attn_1.transpose(1, 2).reshape(1, K, -1), w))
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.passes.outputs import Treatment
+from uniprefill_fx.passes.plan import Plan
+from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.stages import Move
+from uniprefill_fx.passes.values import expression, is_op, meta, token_dims, written_nodes
+
+ops = torch.ops.uniprefill
+
+
+def rewrite(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
+    """The graph that drops as `plan` says; `gm` is left as it is. Node meta is not filled in: see `propagate`."""
+    return _Rewriter(gm, plan, config).run()
+
+
+class _Rewriter:
+    def __init__(self, gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> None:
+        assert plan.count is not None and plan.tokens is not None and plan.stream_end is not None
+        self.gm, self.plan, self.config, self.tokens = gm, plan, config, plan.tokens
+        self.graph = fx.Graph()
+        self.value: dict[tuple[fx.Node, int], Any] = {}
+        self.drop_at = {drop.site.node: i + 1 for i, drop in enumerate(plan.drops)}
+        self.site_at = {site.node: site for site in plan.sites}
+        self.windowed = {s.k for s in plan.sites if s.mask is not None and not s.mask.full}
+        self.count: list[Any] = []  # by stage: number of rows, rows kept of the stage before, slots, cu_seqlens
+        self.rows: list[Any] = [None]
+        self.slots: list[Any] = []
+        self.cu_seqlens: list[Any] = []
+        self.lengths: Any = None
+        self.index_slots: dict[int, Any] = {}
+
+    def run(self) -> fx.GraphModule:
+        treatments = {o.node: o.treatment for o in self.plan.outputs}
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                out = fx.node.map_arg(node.args[0], lambda n: self._output(n, treatments.get(n)))
+                self.graph.output(out)
+            else:
+                self.value[node, self.plan.stage[node]] = self._emit(node)
+                if node is self.plan.count:
+                    self._begin()
+        new = fx.GraphModule(self.gm, self.graph)
+        clean(new)
+        return new
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def _emit(self, node: fx.Node) -> Any:
+        stage = self.plan.stage[node]
+        site = self.site_at.get(node)
+        if site is not None and site.mask is not None:
+            return self._attention(site, stage)
+        if is_op(node, "bind_slots"):
+            if stage and node.args[1] in self.windowed and self.config.window == "index":
+                return self._index_slots(stage)
+            return self.at(node.args[0], stage)
+        return self._copy(node, stage)
+
+    def _copy(self, node: fx.Node, stage: int) -> fx.Node:
+        tail = node in self.plan.tail
+
+        def mapped(arg: fx.Node) -> Any:
+            if tail and self.plan.stage[arg]:
+                return self._restored(arg)
+            return self.at(arg, stage)
+
+        return self.graph.node_copy(node, mapped)
+
+    def at(self, node: Any, stage: int) -> Any:
+        """The value of an old node for the rows of `stage`."""
+        if not isinstance(node, fx.Node):
+            return node
+        own = self.plan.stage[node]
+        if (node, stage) in self.value:
+            return self.value[node, stage]
+        made = self._move(node, own, stage)
+        self.value[node, stage] = made
+        return made
+
+    def _move(self, node: fx.Node, own: int, stage: int) -> Any:
+        value = meta(node)
+        if isinstance(value, torch.SymInt):
+            size = expression(value)
+            if self.tokens not in size.free_symbols:
+                return self.value[node, own]
+            return self.count[stage] if size == self.tokens else self._copy(node, stage)
+        begins = self.drop_at.get(node)
+        if begins is not None:
+            return self._compact(self.at(node, stage - 1), stage, 2)
+        crossing = self.plan.crossings.get(node)
+        if crossing is None:
+            return self.value[node, own]
+        if crossing.move is Move.REPEAT:
+            return self._copy(node, stage)
+        return self._compact(self.at(node, stage - 1), stage, crossing.dim)
+
+    def _compact(self, value: fx.Node, stage: int, dim: int) -> fx.Node:
+        return self.graph.call_function(ops.compact.default, (value, self.rows[stage], dim))
+
+    # -- drops ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Stage 0: all tokens of one request."""
+        count = self.value[self.plan.count, 0]  # type: ignore[index]
+        device = meta(self.plan.sites[0].q).device
+        end = self.graph.call_function(operator.add, (count, 1))
+        cu = self.graph.call_function(torch.arange, (0, end, count), {"dtype": torch.int32, "device": device})
+        self.lengths = self.graph.call_function(torch.diff, (cu,))
+        self.count.append(count)
+        self.cu_seqlens.append(cu)
+        self.slots.append(self.graph.call_function(torch.arange, (count,), {"device": device}))
+
+    def _attention(self, site: Site, stage: int) -> fx.Node:
+        assert site.mask is not None
+        q, k, v = (self.at(n, stage) for n in (site.q, site.k, site.v))
+        slots = None
+        if stage:
+            index = not site.mask.full and self.config.window == "index"
+            slots = self._index_slots(stage) if index else self.slots[stage]
+        scale = self.at(site.scale, stage)
+        out = self.graph.call_function(
+            ops.attention.default, (q, k, v, slots, slots, None, None, scale, site.mask.window, site.mask.chunk)
+        )
+        out.meta = {key: site.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in site.node.meta}
+        ordinal = self.drop_at.get(site.node)
+        if ordinal is not None:
+            self._drop(ordinal, q, k, scale)
+        return out
+
+    def _drop(self, ordinal: int, q: fx.Node, k: fx.Node, scale: Any) -> None:
+        drop, config, stage = self.plan.drops[ordinal - 1], self.config, ordinal - 1
+        if scale is None:
+            scale = float(meta(drop.site.q).shape[-1]) ** -0.5
+        cu = self.cu_seqlens[stage]
+        dtype = getattr(torch, config.score_dtype)
+        scores = self.graph.call_function(
+            ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype)
+        )
+        chosen = self.graph.call_function(
+            ops.select.default,
+            (
+                scores,
+                cu,
+                self.lengths,
+                config.block_size,
+                config.last_n,
+                config.sink_tokens,
+                drop.p,
+                drop.keep_ratio,
+            ),
+        )
+        for node in (scores, chosen):
+            node.meta["uniprefill_drop"] = ordinal
+        rows = self.graph.call_function(operator.getitem, (chosen, 0))
+        self.rows.append(rows)
+        self.cu_seqlens.append(self.graph.call_function(operator.getitem, (chosen, 1)))
+        self.count.append(self.graph.call_function(torch.ops.aten.sym_size.int, (rows, 0)))
+        self.slots.append(self._compact(self.slots[stage], ordinal, 0))
+
+    def _index_slots(self, stage: int) -> fx.Node:
+        """Slots as if the kept rows had been the last tokens of the prompt, without holes (`window="index"`)."""
+        if stage not in self.index_slots:
+            first = self.graph.call_function(operator.sub, (self.count[0], self.count[stage]))
+            device = meta(self.plan.sites[0].q).device
+            self.index_slots[stage] = self.graph.call_function(
+                torch.arange, (first, self.count[0]), {"device": device}
+            )
+        return self.index_slots[stage]
+
+    # -- outputs ----------------------------------------------------------------------------------------------------
+
+    def _output(self, node: fx.Node, treatment: Treatment | None) -> Any:
+        if treatment is Treatment.RESTORE:
+            return self._restored(node)
+        return self.value[node, self.plan.stage[node]]
+
+    def _restored(self, node: fx.Node) -> Any:
+        stage = self.plan.stage[node]
+        value = self.value[node, stage]
+        (dim,) = token_dims(node, self.tokens) or (None,)
+        if dim is None:
+            return value
+        if (node, -1) not in self.value:
+            for ordinal in range(stage, 0, -1):
+                frozen = self.at(self.plan.drops[ordinal - 1].residual, ordinal - 1)
+                value = self.graph.call_function(ops.restore.default, (frozen, value, self.rows[ordinal], dim))
+            self.value[node, -1] = value
+        return self.value[node, -1]
+
+
+def clean(gm: fx.GraphModule) -> None:
+    """Remove what nobody reads (masks, after attention stopped using them), check the graph, recompile."""
+    gm.graph.eliminate_dead_code(is_impure_node=_keeps)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _keeps(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or bool(written_nodes(node)) or node.is_impure()

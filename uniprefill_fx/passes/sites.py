@@ -1,0 +1,172 @@
+"""Find the attention ops of a graph and read what each of them computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
+from uniprefill_fx.passes.masks import MaskKind, classify
+from uniprefill_fx.passes.values import decoder_layer, expression, is_op, meta, module_path, name_of, shape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values that were read from a cache layer: the view's source and which tokens its rows are."""
+
+    view: fx.Node
+    rows: fx.Node
+    slots: fx.Node
+    seen: Any
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention op, or the reason why it was not understood.
+
+    Attributes:
+        node: the op; its output is (batch, heads, queries, v_dim).
+        q, k, v: its operands, (batch, heads or kv_heads, tokens, dim), k and v before they are repeated for GQA.
+        scale: a number, a node, or None for head_dim ** -0.5.
+        mask: what a query sees; None when refused.
+        stored: where k and v come from when they come from a cache; None when they are all new.
+        layer: decoder layer, from the module path; without one, the ordinal among the sites.
+        path: module path, "" if unknown.
+    """
+
+    node: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scale: Any
+    mask: MaskKind | None
+    stored: tuple[Stored, Stored] | None
+    layer: int
+    path: str
+    refusal: Refusal | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """A whole new prompt: the keys are those of the queries, and nothing was stored before."""
+        return self.stored is None and self.mask is not None and self.mask.offset == 0
+
+
+def find_sites(graph: fx.Graph) -> list[Site]:
+    """All attention ops, in graph order. Never raises: what is not understood becomes a refused site."""
+    nodes = [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]
+    layers = [decoder_layer(n) for n in nodes]
+    known = all(layer is not None for layer in layers) and len(set(layers)) == len(layers)
+    return [_read(node, layers[i] if known else i) for i, node in enumerate(nodes)]
+
+
+def _read(node: fx.Node, layer: int | None) -> Site:
+    assert layer is not None
+    bound = _bind(node)
+    q, k, v = (_unrepeat(bound[name], bound["query"]) for name in ("query", "key", "value"))
+    mask, stored, refusal = None, None, None
+    try:
+        mask = _mask(node, bound)
+        stored = _stored(k, v)
+    except RefusalError as error:
+        refusal = Refusal(error.refusal.category, error.refusal.seen, error.refusal.hint, layer)
+        mask = None
+    return Site(node, q, k, v, bound["scale"], mask, stored, layer, module_path(node), refusal)
+
+
+def _bind(node: fx.Node) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    bound: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    bound.update(zip(names, node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+def _mask(node: fx.Node, bound: dict[str, Any]) -> MaskKind:
+    q_shape, k_shape = shape(bound["query"]), shape(bound["key"])
+    assert q_shape is not None and k_shape is not None
+    if len(q_shape) != 4:
+        raise refuse(Category.ATTENTION, f"attention over {len(q_shape)}-D queries", "4-D operands are understood")
+    dropout = bound["dropout_p"]
+    if not isinstance(dropout, int | float) and not _is_zero(dropout):
+        raise refuse(Category.ATTENTION, "attention with dropout", "call model.eval()")
+    if isinstance(dropout, int | float) and dropout != 0:
+        raise refuse(Category.ATTENTION, f"attention with dropout {dropout}", "call model.eval()")
+    queries, keys = q_shape[2], k_shape[2]
+    if bound["attn_mask"] is not None:
+        return classify(bound["attn_mask"], queries)
+    if bound["is_causal"]:
+        if queries != keys:
+            raise refuse(
+                Category.ATTENTION,
+                f"is_causal=True with {queries} queries and {keys} keys",
+                "causal attention without a mask is understood when both are the same tokens",
+            )
+        return MaskKind(sympy.Integer(0))
+    if queries == 1:  # one query without a mask: it sees all keys
+        return MaskKind(keys - 1)
+    raise refuse(Category.NON_CAUSAL, "attention without mask and without is_causal", "only causal attention can drop")
+
+
+def _is_zero(value: Any) -> bool:
+    """A float that `dynamic=True` turned into an input: its node carries the value it had while tracing."""
+    fake = meta(value) if isinstance(value, fx.Node) else value
+    node = getattr(fake, "node", None)
+    return node is not None and node.has_hint() and float(node.hint) == 0.0
+
+
+def _unrepeat(node: fx.Node, query: fx.Node) -> fx.Node:
+    """K or V before it was repeated for grouped queries: keys[:, :, None].expand(b, h, groups, s, d).reshape(...)."""
+    if name_of(node) != "reshape" or node is query:
+        return node
+    expand = node.args[0]
+    if not isinstance(expand, fx.Node) or name_of(expand) != "expand":
+        return node
+    source = expand.args[0]
+    if not isinstance(source, fx.Node) or name_of(source) not in ("getitem", "unsqueeze"):
+        return node
+    base = source.args[0]
+    out, wide, flat = shape(base) if isinstance(base, fx.Node) else None, shape(expand), shape(node)
+    if out is None or wide is None or flat is None or (len(out), len(wide), len(flat)) != (4, 5, 4):
+        return node
+    repeats = wide[:2] == out[:2] and wide[3:] == out[2:] and flat == (out[0], wide[1] * wide[2], *out[2:])
+    return base if repeats else node
+
+
+def _stored(k: fx.Node, v: fx.Node) -> tuple[Stored, Stored] | None:
+    views = [is_op(node, "logical_view") for node in (k, v)]
+    if not any(views):
+        return None
+    if not all(views):
+        raise refuse(Category.CACHE, "keys from a cache beside values that are not", "such a layer stays dense")
+    found = tuple(Stored(n, n.args[0], n.args[1], n.args[2]) for n in (k, v))
+    return found[0], found[1]
+
+
+def token_count(sites: list[Site]) -> sympy.Symbol:
+    """The symbol that counts the tokens of a whole new prompt.
+
+    Raises:
+        RefusalError: there is no attention over a new prompt, or its length was specialised to a number.
+    """
+    understood = [s for s in sites if s.mask is not None]
+    if not sites:
+        raise refuse(Category.NO_ATTENTION, "no attention in the graph", "nothing to score tokens with")
+    if not understood:
+        assert sites[0].refusal is not None
+        raise RefusalError(sites[0].refusal)
+    fresh = [s for s in understood if s.fresh]
+    if not fresh:
+        raise refuse(Category.PAST, "attention over a cache", "tokens are dropped from whole new prompts only")
+    count = expression(meta(fresh[0].q).shape[2])
+    if not isinstance(count, sympy.Symbol):
+        raise refuse(
+            Category.TOKEN_AXIS,
+            f"a prompt length specialised to {count}",
+            "a size in the model equals the prompt length, or the prompt has one token; other lengths may drop",
+        )
+    return count

@@ -1,0 +1,211 @@
+"""Which rows each node computes: stage 0 holds all tokens, stage i the rows kept after the i-th drop.
+
+A node is of the latest stage among its inputs; the output of a drop layer's attention op is of the stage that its drop
+begins. Nodes that do not depend on a drop stay at stage 0 and are gathered where they meet the kept rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import sympy
+import torch
+from torch import fx
+
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.values import aliases, arguments, expression, meta, name_of, token_dims, written_nodes
+
+# Operations whose integer arguments are sizes or bounds of a token axis, so that a length may be replaced by the
+# kept length. Anywhere else a length is a value, and replacing it would change what the model computes.
+SIZED = frozenset(
+    "view reshape expand repeat repeat_interleave new_zeros new_ones new_empty new_full zeros ones empty full arange "
+    "split split_with_sizes narrow getitem unflatten resize_ setitem".split()
+)
+FILLS = frozenset(
+    "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like".split()
+)
+# Operations that mix neighbouring tokens when they run along the token axis. Causal convolutions and mixers do too:
+# they are meant to see the kept rows as neighbours.
+ALONG = frozenset(
+    "cumsum cumprod logcumsumexp cummax cummin roll flip diff softmax log_softmax sum mean prod amax amin max min "
+    "argmax argmin norm std var any all logsumexp median".split()
+)
+INDEXING = frozenset("getitem index_select gather take_along_dim index_add_ index_copy_ scatter_ scatter_add_".split())
+CARRY = frozenset(
+    "to long int view reshape expand unsqueeze squeeze getitem repeat_interleave floordiv contiguous "
+    "clone flatten".split()
+)
+
+
+class Move(str, Enum):
+    """How a value of an earlier stage is brought to the rows of a later one."""
+
+    GATHER = "gather"
+    REPEAT = "repeat"  # do the operation again with the sizes of the later stage
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A move, and the token axis for a gather."""
+
+    move: Move
+    dim: int = 0
+
+
+def stages(
+    graph: fx.Graph, sites: Sequence[Site], drops: Sequence[Site], tokens: sympy.Symbol, tail: frozenset[fx.Node]
+) -> dict[fx.Node, int]:
+    """The stage of every node; nodes of `tail` (behind the restored stream) are stage 0.
+
+    Raises:
+        RefusalError: a node cannot run on fewer rows without changing what it means.
+    """
+    begins = {site.node: i + 1 for i, site in enumerate(drops)}
+    late = _written_later(graph, tokens, begins, tail)
+    found: dict[fx.Node, int] = {}
+    site_of = {site.node: site for site in sites}
+    for node in graph.nodes:
+        inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in tail]
+        found[node] = 0 if node in tail or node.op == "output" else max(inputs, default=0)
+        found[node] = max(found[node], late.get(node, 0))
+        if found[node] and node not in site_of and node not in late:
+            _check(node, found[node], found, tokens)
+        if found[node] and node in site_of and site_of[node].mask is None:
+            raise refuse(
+                Category.ATTENTION,
+                f"attention behind a drop that is not understood: {site_of[node].refusal}",
+                "drop tokens in later layers only, or in none",
+                site_of[node].layer,
+            )
+    _check_writes(graph, found, tokens)
+    return found
+
+
+def _written_later(
+    graph: fx.Graph, tokens: sympy.Symbol, begins: dict[fx.Node, int], tail: frozenset[fx.Node]
+) -> dict[fx.Node, int]:
+    """Buffers that are filled at stage 0 and first written at a later one: they are made where they are written."""
+    rough: dict[fx.Node, int] = {}
+    late: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in node.all_input_nodes]
+        rough[node] = 0 if node in tail else max(inputs, default=0)
+        for buffer in written_nodes(node):
+            if name_of(buffer) in FILLS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
+                late.setdefault(buffer, rough[node])
+    return late
+
+
+def _check(node: fx.Node, stage: int, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
+    name = name_of(node)
+    if len(token_dims(node, tokens)) > 1:
+        raise refuse(
+            Category.TOKEN_OP,
+            f"`{name}` relates tokens to tokens, shape {tuple(meta(node).shape)}",
+            "only recognised attention may; register it as a mixer, or drop tokens behind it",
+        )
+    for argument in arguments(node):
+        if isinstance(argument, fx.Node) and isinstance(meta(argument), torch.SymInt | int | torch.SymFloat):
+            value = meta(argument)
+            if isinstance(value, torch.SymInt) and tokens in expression(value).free_symbols and name not in SIZED:
+                raise refuse(
+                    Category.TOKEN_OP,
+                    f"`{name}` computes with the prompt length as a number",
+                    "on fewer rows the length would mean something else",
+                )
+    if name in ALONG and node.args and isinstance(node.args[0], fx.Node) and found[node.args[0]]:
+        source = node.args[0]
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        fake = meta(source)
+        if not isinstance(fake, torch.Tensor):
+            return
+        dims = range(fake.ndim) if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
+        along = {int(d) % fake.ndim for d in dims if isinstance(d, int)}
+        if any(d in along for d in token_dims(source, tokens) if expression(fake.shape[d]) == tokens):
+            raise refuse(
+                Category.TOKEN_OP,
+                f"`{name}` runs along the token axis",
+                "with tokens dropped it would compute something else; register it as a mixer if it is meant to",
+            )
+
+
+def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
+    """Refuse a write that reaches, by aliasing, a value which another stage reads through its own gathered copy."""
+    for node in graph.nodes:
+        for target in written_nodes(node):
+            for alias in aliases(target):
+                if token_dims(alias, tokens) and found[alias] != found[node]:
+                    raise refuse(
+                        Category.MUTATION,
+                        f"`{name_of(node)}` writes into a value of all tokens from the kept ones",
+                        "the write would be lost in a gathered copy",
+                    )
+
+
+def crossings(
+    graph: fx.Graph, sites: Sequence[Site], found: dict[fx.Node, int], tokens: sympy.Symbol
+) -> dict[fx.Node, Crossing]:
+    """How each tensor that a later stage reads gets there.
+
+    Raises:
+        RefusalError: it can be neither gathered nor made again.
+    """
+    reads = {site.node: {site.q, site.k, site.v} for site in sites}
+    moves: dict[fx.Node, Crossing] = {}
+    for node in graph.nodes:
+        for read in reads.get(node, node.all_input_nodes):
+            dims = token_dims(read, tokens)
+            if read in moves or not dims or found[read] >= found[node]:
+                continue
+            sizes = meta(read).shape
+            name = name_of(read)
+            if name in FILLS or (name == "arange" and row_numbers(read, found)):
+                moves[read] = Crossing(Move.REPEAT)
+            elif len(dims) == 1 and expression(sizes[dims[0]]) == tokens:
+                moves[read] = Crossing(Move.GATHER, dims[0])
+            else:
+                raise refuse(
+                    Category.TOKEN_AXIS,
+                    f"`{read.name}` of shape {tuple(sizes)} meets the kept rows",
+                    "it has no single axis of one row for each token",
+                )
+    return moves
+
+
+def row_numbers(node: fx.Node, found: dict[fx.Node, int]) -> bool:
+    """Whether an arange numbers rows (it only ever indexes values of a later stage) rather than token positions.
+
+    MoE code numbers its rows to undo a sort; positions feed rotary tables, embeddings and masks. The first must count
+    the kept rows anew, the second must keep the original numbers.
+
+    Raises:
+        RefusalError: it is used as both.
+    """
+    indexes = elsewhere = False
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        carrier = pending.pop()
+        if carrier in seen:
+            continue
+        seen.add(carrier)
+        for user in carrier.users:
+            name, base = name_of(user), user.args[0] if user.args else None
+            if name == "setitem" and isinstance(base, fx.Node):
+                if user.args[2] is carrier:
+                    pending.append(base)  # stored values: whoever reads the buffer reads them
+                elif base is not carrier:
+                    indexes |= found[base] > 0
+            elif name in INDEXING and base is not carrier and isinstance(base, fx.Node):
+                indexes |= found[base] > 0
+                elsewhere |= found[base] == 0
+            elif name in CARRY:
+                pending.append(user)
+            else:
+                elsewhere |= found[user] > 0
+    if indexes and elsewhere:
+        raise refuse(Category.TOKEN_OP, "one arange is both positions and row numbers", "no cut can serve both")
+    return indexes

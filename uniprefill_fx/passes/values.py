@@ -1,0 +1,162 @@
+"""Small questions about FX nodes that every pass asks: sizes as sympy, token axes, ancestors, module paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+
+def meta(node: fx.Node) -> Any:
+    """The fake value Dynamo recorded for a node (tensor, SymInt, number, tuple or None)."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def expression(size: Any) -> sympy.Expr:
+    """A size (int, SymInt, or node of one) as a sympy expression, with the equalities that tracing proved applied."""
+    if isinstance(size, fx.Node):
+        size = meta(size)
+    if isinstance(size, torch.SymInt):
+        return size.node.shape_env.simplify(size.node.expr)
+    return sympy.Integer(int(size))
+
+
+def shape(node: fx.Node) -> tuple[sympy.Expr, ...] | None:
+    """The symbolic shape of a tensor node; None for anything else."""
+    value = meta(node)
+    return tuple(expression(s) for s in value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def token_dims(node: fx.Node, tokens: sympy.Symbol) -> tuple[int, ...]:
+    """The dimensions of a tensor node whose size depends on the number of tokens."""
+    return tuple(d for d, size in enumerate(shape(node) or ()) if tokens in size.free_symbols)
+
+
+def arguments(node: fx.Node) -> Iterator[Any]:
+    """Every leaf of a node's args and kwargs."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, tuple | list):
+            for item in value:
+                yield from leaves(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from leaves(item)
+        elif isinstance(value, slice):
+            yield from (value.start, value.stop, value.step)
+        else:
+            yield value
+
+    yield from leaves(node.args)
+    yield from leaves(node.kwargs)
+
+
+class Ancestry:
+    """Data-flow reachability of a graph, as one bit set a node. In-place writes count as flow to later readers."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self._bits: dict[fx.Node, int] = {}
+        for node, i in self.order.items():
+            bits = 1 << i
+            for parent in node.all_input_nodes:
+                bits |= self._bits[parent]
+            self._bits[node] = bits
+            for written in written_nodes(node):
+                for alias in aliases(written):
+                    if self.order[alias] <= i:
+                        self._bits[alias] |= bits
+
+    def depends(self, node: fx.Node, on: fx.Node) -> bool:
+        """Whether `node` is computed from `on` (a node depends on itself)."""
+        return bool(self._bits[node] >> self.order[on] & 1)
+
+
+VIEWS = frozenset(
+    "view reshape transpose permute unsqueeze squeeze expand getitem chunk split narrow select t T unbind movedim "
+    "swapaxes view_as flatten unflatten expand_as detach contiguous to".split()
+)
+
+
+def name_of(node: fx.Node) -> str:
+    """`torch.add`, `operator.add` and `Tensor.add` all as "add"; "" for placeholders and outputs."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op == "call_function":
+        return getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return ""
+
+
+def written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose storage this node writes: the first argument of an in-place operation, or `out=`."""
+    name = name_of(node)
+    in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    in_place = in_place or (node.op == "call_function" and name in IN_PLACE_OPERATORS)
+    written = [node.args[0]] if in_place and node.args else []
+    written.append(node.kwargs.get("out"))
+    return tuple(w for w in written if isinstance(w, fx.Node) and isinstance(meta(w), torch.Tensor))
+
+
+IN_PLACE_OPERATORS = frozenset(
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split(),
+)
+
+
+def aliases(node: fx.Node) -> list[fx.Node]:
+    """Nodes that may share storage with `node`: views of it, what it is a view of, and results of writes to it."""
+    found: list[fx.Node] = []
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current in found:
+            continue
+        found.append(current)
+        if name_of(current) in VIEWS or written_nodes(current):
+            pending.extend(a for a in current.args[:1] if isinstance(a, fx.Node))
+        for user in current.users:
+            if user.args and user.args[0] is current and (name_of(user) in VIEWS or written_nodes(user)):
+                pending.append(user)
+    return [n for n in found if isinstance(meta(n), torch.Tensor | tuple | list) or n is node]
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that a node was traced in, as "model.layers.3.self_attn"; "" if Dynamo recorded none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return ".".join(part for part in path.split(".") if part not in ("L", "self", "_modules", ""))
+
+
+def decoder_layer(node: fx.Node) -> int | None:
+    """The decoder layer a node belongs to: the first number in its module path; None without one."""
+    numbers = [int(part) for part in module_path(node).split(".") if part.isdigit()]
+    return numbers[0] if numbers else None
+
+
+def peel(node: fx.Node, names: Iterable[str]) -> fx.Node:
+    """Follow first arguments back while the node is one of the named operations."""
+    names = frozenset(names)
+    while name_of(node) in names and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def is_op(node: fx.Node, name: str) -> bool:
+    """Whether a node calls `uniprefill::name`."""
+    packet = getattr(torch.ops.uniprefill, name)
+    return node.op == "call_function" and node.target in (packet, packet.default)
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with a copy of the graph (its nodes in the same order) over the same parameters."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    new = fx.GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    return new

@@ -1,0 +1,200 @@
+"""What runs when a compiled prefill is called: dense or dropped, chosen call by call, and the record of it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from uniprefill_fx.errors import Category, Refusal
+from uniprefill_fx.lowering.segments import Segment
+from uniprefill_fx.passes.outputs import Exposure
+from uniprefill_fx.passes.plan import Plan
+from uniprefill_fx.passes.split import Piece
+from uniprefill_fx.passes.values import expression, meta
+
+log = logging.getLogger(__name__)
+_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
+_state = threading.local()
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """What the last prefill on this thread did.
+
+    Attributes:
+        dropped: whether tokens were dropped. reason: why not, or None.
+        tokens: prompt length; None when the graph that ran does not know it.
+        rows: by decoder layer, the rows that entered it (all its keys).
+        kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it.
+    """
+
+    dropped: bool
+    reason: Refusal | None
+    tokens: int | None
+    rows: tuple[int, ...] = ()
+    kept: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def work(self) -> float:
+        """The kept fraction, averaged over decoder layers."""
+        return sum(self.rows) / (len(self.rows) * self.tokens) if self.rows and self.tokens else 1.0
+
+    def __str__(self) -> str:
+        if not self.dropped:
+            return f"dense ({self.reason})" if self.reason else "dense"
+        lines = [f"dropped: {self.tokens} tokens, work {self.work:.2f}"]
+        lines += [f"  after layer {layer}: kept {len(rows)}" for layer, rows in self.kept.items()]
+        return "\n".join(lines)
+
+
+def last_call() -> LastCall | None:
+    """What the last prefill through this backend did on this thread; None before the first one."""
+    return getattr(_state, "last", None)
+
+
+def record(call: LastCall) -> None:
+    """Remember what a prefill did."""
+    _state.last = call
+    log.debug("%s", call)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Prompts inside this context run dense, by the compilations that exist: nothing is compiled again."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+class DensePrefill:
+    """A prefill graph that never drops: runs the compiled graph and records why."""
+
+    def __init__(self, run: Callable[..., Any], refusals: Sequence[Refusal]) -> None:
+        self.run, self.reason = run, refusals[-1] if refusals else None
+
+    def __call__(self, *args: Any) -> Any:
+        record(LastCall(False, self.reason, None))
+        return self.run(*args)
+
+
+class Prefill:
+    """A prefill that drops tokens when it pays and may: one dense graph, one chain of pieces.
+
+    Args:
+        plan: what the pieces do. after: the rewritten graph. steps: its pieces, with what runs each.
+        dense: the whole graph without drops. min_tokens: shorter prompts run `dense`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        after: fx.GraphModule,
+        steps: Sequence[tuple[Piece, Callable[..., Any]]],
+        dense: Segment,
+        min_tokens: int,
+    ) -> None:
+        assert plan.count is not None
+        self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
+        self.inputs = [n for n in after.graph.nodes if n.op == "placeholder"]
+        self.output = after.graph.output_node().args[0]
+        names = [n.name for n in self.inputs]
+        self.count_input = names.index(plan.count.name)
+        self.masks = [names.index(n.name) for n in plan.unpadded]
+        self.released = _released(after.graph, steps)
+        self.dynamic_outputs: list[tuple[int, list[int]]] | None = None
+        self.warned = False
+
+    def __call__(self, *args: Any) -> Any:
+        tokens = int(args[self.count_input])
+        reason = self._why_dense(tokens, args)
+        if reason is not None:
+            out = self.dense(*args)
+            record(LastCall(False, reason, tokens))
+        else:
+            out = self._drop(tokens, args)
+        return self._mark(out)
+
+    def _why_dense(self, tokens: int, args: Sequence[Any]) -> Refusal | None:
+        if _disabled.get():
+            return Refusal(Category.DISABLED, "uniprefill_fx.disabled() is active", "leave the context to drop again")
+        if tokens < self.min_tokens:
+            return Refusal(
+                Category.TOO_SHORT, f"{tokens} tokens, min_tokens={self.min_tokens}", "lower min_tokens to drop here"
+            )
+        for index in self.masks:
+            if not bool(args[index].bool().all()):
+                return Refusal(Category.PADDING, "the attention mask marks padding", "pass prompts without padding")
+        return None
+
+    def _drop(self, tokens: int, args: Sequence[Any]) -> Any:
+        """Run the split graph node by node, releasing values after their last use."""
+        if self.plan.exposure is Exposure.ALL and not self.warned:
+            self.warned = True
+            warnings.warn(
+                "uniprefill: outputs of all positions were asked for. Positions of dropped tokens come from their "
+                "frozen states (full_logits='frozen'); pass logits_to_keep=1, or full_logits='dense' for exact ones.",
+                stacklevel=3,
+            )
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
+        kept: list[Tensor] = []
+        for (piece, run), released in zip(self.steps, self.released, strict=True):
+            operands = [values[n] for n in piece.inputs]
+            for node in released:
+                del values[node]
+            results = run(*operands)
+            del operands
+            values.update(zip(piece.outputs, results, strict=True))
+            if piece.selection:
+                kept.append(next(r for r in results if r.dtype == torch.int64))
+        self._record(tokens, kept)
+        return fx.node.map_arg(self.output, values.__getitem__)
+
+    def _record(self, tokens: int, kept: Sequence[Tensor]) -> None:
+        layers = [drop.site.layer for drop in self.plan.drops]
+        positions: dict[int, Tensor] = {}
+        for layer, rows in zip(layers, kept, strict=True):
+            earlier = list(positions.values())
+            positions[layer] = earlier[-1][rows] if earlier else rows
+        rows_of = []
+        for layer in range(self.plan.num_layers):
+            before = [at for at in layers if at < layer]
+            rows_of.append(len(positions[before[-1]]) if before else tokens)
+        record(LastCall(True, None, tokens, tuple(rows_of), positions))
+
+    def _mark(self, out: Any) -> Any:
+        """Mark the token axes of outputs (cache rows), so that the first decode step is traced for any length."""
+        if self.dynamic_outputs is None:
+            self.dynamic_outputs = []
+            output = next(n for n in self.dense.gm.graph.nodes if n.op == "output")
+            for i, node in enumerate(output.args[0]):
+                value = meta(node) if isinstance(node, fx.Node) else None
+                if isinstance(value, torch.Tensor):
+                    dims = [d for d, s in enumerate(value.shape) if expression(s).free_symbols]
+                    self.dynamic_outputs += [(i, dims)] if dims else []
+        for i, dims in self.dynamic_outputs:
+            torch._dynamo.maybe_mark_dynamic(out[i], dims)
+        return out
+
+
+def _released(
+    graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]
+) -> list[list[fx.Node]]:
+    """By step: the values that nothing reads after it."""
+    last: dict[fx.Node, int] = {}
+    for i, (piece, _) in enumerate(steps):
+        for node in piece.inputs:
+            last[node] = i
+    for node in graph.output_node().all_input_nodes:
+        last.pop(node, None)
+    return [[node for node, at in last.items() if at == i] for i in range(len(steps))]
