@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import uniprefill_fx.ops
 from uniprefill_fx import frontends
+from uniprefill_fx.api import warn_of_lost_generate
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, StrictError
 from uniprefill_fx.frontends import gating
@@ -105,9 +105,7 @@ def compile_graph(
 def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | None:
     """A reason from outside the graph why it must stay dense."""
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
-        return Refusal(
-            Category.GRADIENTS, "gradients are on", "call inside torch.inference_mode() or torch.no_grad()"
-        )
+        return Refusal(Category.GRADIENTS, "gradients are on", "call inside torch.inference_mode() or torch.no_grad()")
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         return Refusal(
@@ -141,3 +139,6 @@ def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compi
         for i, piece in enumerate(split_at_selections(after))
     ]
     return Prefill(done.plan, after, steps, Segment(_lower(copy_module(gm)), inner, "dense"), config.min_tokens)
+
+
+warn_of_lost_generate()

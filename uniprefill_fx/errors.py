@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Category(str, Enum):
+class Category(StrEnum):
     """Stable names for the reasons why a site or a graph stays dense."""
 
     GRADIENTS = "gradients"

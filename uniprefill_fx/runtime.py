@@ -187,9 +187,7 @@ class Prefill:
         return out
 
 
-def _released(
-    graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]
-) -> list[list[fx.Node]]:
+def _released(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:
     """By step: the values that nothing reads after it."""
     last: dict[fx.Node, int] = {}
     for i, (piece, _) in enumerate(steps):

@@ -13,7 +13,7 @@ from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.values import expression, meta
 
 
-class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):  # type: ignore[misc]
+class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):
     """Raised by the backend to have Dynamo trace the frame once more.
 
     The first base makes Dynamo forget the trace, the second one passes through the code that calls backends.
@@ -44,7 +44,7 @@ def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]
         if not isinstance(example, torch.Tensor) or _is_state(node, example):
             continue
         axes = [d for d, size in enumerate(example.shape) if size == length]
-        before = getattr(example, "_dynamo_weak_dynamic_indices", set())
+        before: set[int] = getattr(example, "_dynamo_weak_dynamic_indices", set())
         if set(axes) - before:
             torch._dynamo.maybe_mark_dynamic(example, axes)
             marked = True

@@ -42,8 +42,7 @@ class SlottedLayer(DynamicLayer):
         before, new = self.get_seq_length(), key_states.shape[-2]
         keys, values = key_states, value_states
         slots = torch.arange(before, before + new, device=key_states.device)
-        if self.is_initialized:
-            held = self.keys.shape[-2]
+        if self.keys is not None and self.values is not None and self.slots is not None:
             keys = torch.cat([self.keys, keys], dim=-2)
             values = torch.cat([self.values, values], dim=-2)
             slots = torch.cat([self.slots, slots])
@@ -53,15 +52,18 @@ class SlottedLayer(DynamicLayer):
             slots = torch.ops.uniprefill.bind_slots(slots, key_states)
         self.timeline = torch.empty(before + new, 0, device=key_states.device)
         rows = self._window_rows()
-        if rows is None:
-            self.keys, self.values, self.slots = keys, values, slots
-        else:
-            self.keys, self.values, self.slots = keys[:, :, -rows:], values[:, :, -rows:], slots[-rows:]
+        self.keys, self.values, self.slots = keys, values, slots
+        if rows is not None:
+            self._keep_last(rows)
         if before == 0:
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
         view = torch.ops.uniprefill.logical_view
         return view(keys, slots, before + new, expected), view(values, slots, before + new, expected)
+
+    def _keep_last(self, rows: int) -> None:
+        assert self.keys is not None and self.values is not None and self.slots is not None
+        self.keys, self.values, self.slots = self.keys[:, :, -rows:], self.values[:, :, -rows:], self.slots[-rows:]
 
     def get_seq_length(self) -> int:
         """Tokens seen, dropped ones included."""
@@ -77,6 +79,7 @@ class SlottedLayer(DynamicLayer):
         keep = tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove
         if not self.is_initialized or keep >= seen:
             return
+        assert self.keys is not None and self.values is not None
         assert self.slots is not None and self.timeline is not None
         rows = int((self.slots < keep).sum())
         self.keys, self.values, self.slots = self.keys[:, :, :rows], self.values[:, :, :rows], self.slots[:rows]
@@ -126,10 +129,7 @@ class SlottedSlidingLayer(SlottedLayer):
             raise RuntimeError("call `activate_past_recording` before `crop`: the rows to go back to were not kept")
         super().crop(tokens_to_remove)
         if self.is_initialized:
-            rows = self.sliding_window - 1
-            assert self.slots is not None
-            self.keys, self.values = self.keys[:, :, -rows:], self.values[:, :, -rows:]
-            self.slots = self.slots[-rows:]
+            self._keep_last(self.sliding_window - 1)
 
 
 def adopt(cache: Any) -> None:
@@ -139,9 +139,7 @@ def adopt(cache: Any) -> None:
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = SlottedLayer
     for index, layer in enumerate(cache.layers):
-        if layer.is_initialized if hasattr(layer, "is_initialized") else False:
-            continue
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[index] = SlottedLayer()
-        elif type(layer) is DynamicSlidingWindowLayer:
+        elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized:
             cache.layers[index] = SlottedSlidingLayer(layer.sliding_window)

@@ -65,7 +65,7 @@ def register_mixer(function: Callable[..., Any], shapes: Callable[[dict[str, Any
         bound = dict(zip(signature, args, strict=False))
         bound.update(kwargs)
         layout = shapes(bound)
-        result = []
+        result: list[Any] = []
         taken = 0
         for item in layout:
             if item is None:

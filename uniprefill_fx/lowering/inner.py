@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     Raises:
         OptionError: no backend of that name is registered.
     """
-    chosen = config.inner_backend
+    chosen: Any = config.inner_backend
     if isinstance(chosen, str):
         try:
             chosen = torch._dynamo.lookup_backend(chosen)
@@ -28,11 +29,9 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
             raise OptionError(
                 "inner_backend", config.inner_backend, f"{names}, or a callable", "Register the backend first."
             ) from None
+    compiler: InnerBackend = chosen
     if config.inner_options is None:
-        return chosen
-    options = dict(config.inner_options)
-    if config.inner_backend == "inductor":
-        compiler = chosen
-        return lambda gm, inputs: compiler(gm, inputs, config_patches=options)
-    with_options = chosen
-    return lambda gm, inputs: with_options(gm, inputs, options=options)
+        return compiler
+    # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
+    keyword = "config_patches" if config.inner_backend == "inductor" else "options"
+    return functools.partial(compiler, **{keyword: dict(config.inner_options)})

@@ -87,7 +87,7 @@ class Segment:
     def _fake(self, i: int, arg: Any, mode: FakeTensorMode, shape_env: ShapeEnv, symbols: list[Any]) -> Any:
         source = LocalSource(f"arg{i}")
         if isinstance(arg, torch.Tensor):
-            dims = {d for j, d in self.dynamic if j == i}
+            dims = [d for j, d in self.dynamic if j == i and d is not None]
             # Sizes 0 and 1 are always specialised (broadcasting depends on them); such a call has its own variant.
             kinds = [
                 DimDynamic.DYNAMIC if d in dims and s not in (0, 1) else DimDynamic.STATIC
@@ -98,7 +98,7 @@ class Segment:
                 source=source,
                 symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
             )
-            symbols += [fake.shape[d] for d in sorted(dims)]
+            symbols += [fake.shape[d] for d in dims]
             return fake
         if (i, None) in self.dynamic and arg not in (0, 1):
             symbol = shape_env.create_symbol(arg, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
@@ -111,9 +111,7 @@ class Segment:
 
 def _guards(shape_env: ShapeEnv, symbols: Sequence[Any], name: str) -> Callable[[Sequence[int]], bool]:
     """Whether sizes, in the order of `symbols`, satisfy every guard of a finished compilation."""
-    original: list[sympy.Symbol | int] = [
-        s if isinstance(s, int) else _symbol(s) for s in symbols
-    ]
+    original: list[sympy.Symbol | int] = [s if isinstance(s, int) else _symbol(s) for s in symbols]
     names = {s: f"n{i}" for i, s in enumerate(original) if not isinstance(s, int)}
     tests = [f"n{i} == {s}" if isinstance(s, int) else f"n{i} > 1" for i, s in enumerate(original)]
     for guard in shape_env.guards:

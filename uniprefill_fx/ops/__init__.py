@@ -5,6 +5,8 @@ Each has a fake (shapes and strides only) and a plain torch implementation that 
 
 from __future__ import annotations
 
-from uniprefill_fx.ops import attention, cache, mixer, rows, scoring
-
-__all__ = ["attention", "cache", "mixer", "rows", "scoring"]
+import uniprefill_fx.ops.attention
+import uniprefill_fx.ops.cache
+import uniprefill_fx.ops.mixer
+import uniprefill_fx.ops.rows
+import uniprefill_fx.ops.scoring  # noqa: F401

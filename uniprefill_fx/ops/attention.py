@@ -47,10 +47,12 @@ def attention(
     else:
         parts = []
         for start, end in spans:
-            rows = slice(start, end)
-            slots = (None, None) if q_slots is None or k_slots is None else (q_slots[rows], k_slots[rows])
+            a = None if q_slots is None else q_slots[start:end]
+            b = None if k_slots is None else k_slots[start:end]
             parts.append(
-                _one_request(q[:, :, rows], k[:, :, rows], v[:, :, rows], *slots, key_mask, scale, window, chunk)
+                _one_request(
+                    q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], a, b, key_mask, scale, window, chunk
+                )
             )
         out = torch.cat(parts, dim=2)
     return out.transpose(1, 2).contiguous().transpose(1, 2)

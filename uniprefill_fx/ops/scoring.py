@@ -6,6 +6,7 @@ Blocks of request r start at `cu_seqlens[r] // block_size + r` of the score vect
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 def requests(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """[(start, end)] of each request of a packed stream. One host synchronisation on an accelerator."""
     bounds = cu_seqlens.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def block_bounds(start: int, end: int, request: int, block_size: int) -> tuple[int, int]:
@@ -102,11 +103,12 @@ def select(
         if p == 1.0 or not bool(torch.isfinite(total)):
             keep[start:end] = True
             continue
-        if keep_ratio is not None:
-            chosen = order[: math.ceil(keep_ratio * int(prompt_lengths[r]) / block_size)]
-        else:
+        if p is not None:
             higher = mass[order].cumsum(0) - mass[order]
             chosen = order[higher < p * total]
+        else:
+            assert keep_ratio is not None
+            chosen = order[: math.ceil(keep_ratio * int(prompt_lengths[r]) / block_size)]
         blocks = torch.zeros(last - first, dtype=torch.bool, device=keep.device)
         blocks[chosen] = True
         keep[start:end] = blocks.repeat_interleave(block_size)[: end - start]

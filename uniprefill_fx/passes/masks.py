@@ -182,7 +182,7 @@ def classify(mask: fx.Node, queries: sympy.Expr) -> MaskKind:
             offset = distance
         elif kind == "after" and not distance.has(QUERY, KEY) and window is None:
             window = distance  # relative to the offset, which may be known only later
-        elif kind == "data" and key_mask is None and value.args == (BATCH_OR_ZERO(value), KEY):
+        elif kind == "data" and key_mask is None and value.args in ((BATCH, KEY), (sympy.Integer(0), KEY)):
             key_mask = reader.data[value.func.__name__]
         else:
             raise _unknown(term)
@@ -199,11 +199,6 @@ def classify(mask: fx.Node, queries: sympy.Expr) -> MaskKind:
             raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
         window = int(size)
     return MaskKind(offset, window, chunk, key_mask)
-
-
-def BATCH_OR_ZERO(value: Any) -> Any:
-    """The batch argument of a padding lookup: index 0 when the batch has one row."""
-    return value.args[0] if value.args and value.args[0] in (BATCH, sympy.Integer(0)) else BATCH
 
 
 def _relation(term: Any) -> tuple[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import sympy
@@ -16,7 +16,7 @@ from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, peel, shape, token_dims
 
 
-class Treatment(str, Enum):
+class Treatment(StrEnum):
     """What happens to one output."""
 
     AS_IS = "as is"
@@ -24,7 +24,7 @@ class Treatment(str, Enum):
     RESTORE = "restore"
 
 
-class Exposure(str, Enum):
+class Exposure(StrEnum):
     """Which rows the outputs behind the residual stream show."""
 
     NONE = "last rows"

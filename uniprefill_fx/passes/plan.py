@@ -62,7 +62,8 @@ class Plan:
     @property
     def prefill(self) -> bool:
         """Whether the graph takes a whole new prompt (and not a decode step or a later chunk)."""
-        return not any(site.stored for site in self.sites)
+        decoder = bool(self.sites) or self.num_layers > 0
+        return decoder and not any(site.stored for site in self.sites)
 
 
 def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None = None) -> Plan:
@@ -78,16 +79,16 @@ def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None
     graph = gm.graph
     sites = tuple(find_sites(graph))
     layers = [decoder_layer(n) for n in graph.nodes]
-    count = max((layer for layer in layers if layer is not None), default=len(sites) - 1) + 1
+    num_layers = max((layer for layer in layers if layer is not None), default=len(sites) - 1) + 1
     refusals = [site.refusal for site in sites if site.refusal is not None]
     try:
         if blocked is not None:
             raise RefusalError(blocked)
-        return _plan(graph, sites, count, config, refusals)
+        return _plan(graph, sites, num_layers, config, refusals)
     except RefusalError as error:
         if error.refusal not in refusals:
             refusals.append(error.refusal)
-        return Plan(sites, count, tuple(refusals))
+        return Plan(sites, num_layers, tuple(refusals))
 
 
 def _plan(
@@ -96,7 +97,7 @@ def _plan(
     tokens = token_count(list(sites))
     batch = expression(meta(sites[0].q).shape[0])
     if batch != 1:
-        raise refuse(Category.BATCH, f"a batch of {batch} prompts", "batches stay dense: prompts are dropped one by one")
+        raise refuse(Category.BATCH, f"a batch of {batch} prompts", "batches stay dense; run prompts one by one")
     unpadded = tuple(dict.fromkeys(_padding_input(s.mask.key_mask) for s in sites if s.mask and s.mask.key_mask))
     chosen = choose_layers(sites, num_layers, config)
     ancestry = Ancestry(graph)

@@ -42,11 +42,12 @@ def propagate(gm: fx.GraphModule) -> None:
 class _Propagator(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, shape_env: ShapeEnv) -> None:
         super().__init__(gm)
+        self.graph_module = gm
         self.mode, self.shape_env = mode, shape_env
         self.sizes: dict[sympy.Symbol, torch.SymInt] = {}
 
     def run_all(self) -> None:
-        inputs = [self._input(node) for node in self.module.graph.nodes if node.op == "placeholder"]
+        inputs = [self._input(node) for node in self.graph_module.graph.nodes if node.op == "placeholder"]
         lengths = dict(self.sizes)
         with self.mode:
             self.run(*inputs)
@@ -81,22 +82,18 @@ class _Propagator(fx.Interpreter):
         return sympy.lambdify(list(self.sizes), found)(*self.sizes.values())
 
     def run_node(self, n: fx.Node) -> Any:
-        if is_op(n, "select"):
-            value = self._select(n)
-        else:
-            value = super().run_node(n)
+        value = self._select(n) if is_op(n, "select") else super().run_node(n)
         n.meta["val"] = n.meta["example_value"] = value
         return value
 
     def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         """`select` with a backed kept length: half of the rows as a hint, so that it equals no other length."""
-        args = self.map_nodes_to_values(n.args, n)
+        scores, cu_seqlens = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
         ordinal = n.meta["uniprefill_drop"]
         name = f"kept{ordinal}"
         kept = fresh_symbol(self.shape_env, name, 1031 - 2 * ordinal)
         self.sizes[sympy.Symbol(name)] = kept
-        rows = args[0].new_empty(kept, dtype=torch.int64)
-        return rows, torch.empty_like(args[1])
+        return scores.new_empty(kept, dtype=torch.int64), torch.empty_like(cu_seqlens)
 
 
 def _hint(size: Any, symbol: sympy.Symbol) -> int:

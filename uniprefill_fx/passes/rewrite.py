@@ -158,9 +158,7 @@ class _Rewriter:
             scale = float(meta(drop.site.q).shape[-1]) ** -0.5
         cu = self.cu_seqlens[stage]
         dtype = getattr(torch, config.score_dtype)
-        scores = self.graph.call_function(
-            ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype)
-        )
+        scores = self.graph.call_function(ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype))
         chosen = self.graph.call_function(
             ops.select.default,
             (
@@ -187,9 +185,7 @@ class _Rewriter:
         if stage not in self.index_slots:
             first = self.graph.call_function(operator.sub, (self.count[0], self.count[stage]))
             device = meta(self.plan.sites[0].q).device
-            self.index_slots[stage] = self.graph.call_function(
-                torch.arange, (first, self.count[0]), {"device": device}
-            )
+            self.index_slots[stage] = self.graph.call_function(torch.arange, (first, self.count[0]), {"device": device})
         return self.index_slots[stage]
 
     # -- outputs ----------------------------------------------------------------------------------------------------

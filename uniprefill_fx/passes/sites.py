@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 import torch.nn.functional as F
 from torch import fx
 
@@ -134,7 +133,7 @@ def _unrepeat(node: fx.Node, query: fx.Node) -> fx.Node:
     if out is None or wide is None or flat is None or (len(out), len(wide), len(flat)) != (4, 5, 4):
         return node
     repeats = wide[:2] == out[:2] and wide[3:] == out[2:] and flat == (out[0], wide[1] * wide[2], *out[2:])
-    return base if repeats else node
+    return base if repeats and isinstance(base, fx.Node) else node
 
 
 def _stored(k: fx.Node, v: fx.Node) -> tuple[Stored, Stored] | None:
@@ -143,8 +142,13 @@ def _stored(k: fx.Node, v: fx.Node) -> tuple[Stored, Stored] | None:
         return None
     if not all(views):
         raise refuse(Category.CACHE, "keys from a cache beside values that are not", "such a layer stays dense")
-    found = tuple(Stored(n, n.args[0], n.args[1], n.args[2]) for n in (k, v))
-    return found[0], found[1]
+    return _view_of(k), _view_of(v)
+
+
+def _view_of(node: fx.Node) -> Stored:
+    rows, slots, seen = node.args[:3]
+    assert isinstance(rows, fx.Node) and isinstance(slots, fx.Node)
+    return Stored(node, rows, slots, seen)
 
 
 def token_count(sites: list[Site]) -> sympy.Symbol:

@@ -15,7 +15,7 @@ class Piece:
 
     Attributes:
         gm: takes `inputs`, returns the tuple of `outputs`; placeholders have the meta of the nodes they stand for.
-        inputs, outputs: nodes of the whole graph. A node is an output when a later piece or the graph's output reads it.
+        inputs, outputs: nodes of the whole graph. Outputs are what later pieces, or the graph's output, read.
         selection: whether the piece scores and selects (and is not to be compiled).
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import sympy
 import torch
@@ -40,7 +40,7 @@ CARRY = frozenset(
 )
 
 
-class Move(str, Enum):
+class Move(StrEnum):
     """How a value of an earlier stage is brought to the rows of a later one."""
 
     GATHER = "gather"

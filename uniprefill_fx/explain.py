@@ -1,0 +1,117 @@
+"""`explain()`: what the backend finds in a model, decides, and does with one prompt."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from uniprefill_fx.api import options_for
+from uniprefill_fx.backend import Compilation, compile_graph
+from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.errors import Refusal
+from uniprefill_fx.frontends import gating
+from uniprefill_fx.passes.plan import Plan
+from uniprefill_fx.runtime import LastCall, last_call
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, decided and done. `print(report)` shows it as a table.
+
+    Attributes:
+        config: the options used. compilations: one for each graph that Dynamo handed over, in order.
+        call: what the prompt's prefill did, as it ran.
+    """
+
+    config: PrefillConfig
+    compilations: tuple[Compilation, ...]
+    call: LastCall | None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last graph: the one that may drop."""
+        return self.compilations[-1].plan
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Every reason to stay dense, over all graphs."""
+        return tuple(r for c in self.compilations for r in c.plan.refusals)
+
+    @property
+    def before(self) -> fx.GraphModule:
+        """The graph as Dynamo traced it."""
+        return self.compilations[-1].before
+
+    @property
+    def after(self) -> fx.GraphModule | None:
+        """The rewritten graph; None when nothing is dropped."""
+        return self.compilations[-1].after
+
+    def __str__(self) -> str:
+        plan, call = self.plan, self.call
+        drops = {drop.site.layer: drop for drop in plan.drops}
+        sites = {site.layer: site for site in plan.sites}
+        tokens = call.tokens if call is not None else None
+        lines = [f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}"]
+        for layer in range(plan.num_layers):
+            site = sites.get(layer)
+            kind = "no attention" if site is None else str(site.mask) if site.mask else "not understood"
+            rows = str(call.rows[layer]) if call is not None and call.rows else str(tokens or "")
+            decision = ""
+            if layer in drops:
+                amount = drops[layer].p if drops[layer].p is not None else drops[layer].keep_ratio
+                name = "p" if drops[layer].p is not None else "keep_ratio"
+                kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
+                decision = f"{name}={amount:g}{kept}"
+            lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}")
+        if len(self.compilations) > 1:
+            lines.append(f"{len(self.compilations)} graphs: Dynamo broke the model into pieces, or compiled it again")
+        lines += [f"refused: {refusal}" for refusal in self.refusals]
+        if call is not None and call.dropped:
+            lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")
+        elif call is not None:
+            lines.append(f"this prompt ran dense: {call.reason}")
+        seconds = {name: f"{s:.2f} s" for name, s in self.compilations[-1].seconds.items()}
+        lines.append("passes: " + ", ".join(f"{name} {s}" for name, s in seconds.items()))
+        return "\n".join(lines)
+
+
+def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None = None, **options: Any) -> Report:
+    """Trace a model, run one prompt through it, and report what was found and what was dropped where.
+
+    Nothing of this is kept: the model stays as it is, compiled or not.
+
+    Args:
+        model: a decoder. input_ids: its first argument, e.g. (1, tokens) int64.
+        call: further keyword arguments of the call. `logits_to_keep=1` is added where the model knows it.
+        options: as for `uniprefill_fx.compile`; `inner_backend` is "eager" unless given.
+
+    Raises:
+        OptionError: an unknown option or a bad value.
+    """
+    config = PrefillConfig.from_options({"inner_backend": "eager", **options_for(model, options)})
+    compilations: list[Compilation] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_graph(gm, inputs, config, compilations.append)
+
+    setattr(backend, gating.OURS, True)
+    forward = torch._dynamo.eval_frame.innermost_fn(getattr(model, "forward", model))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    # A code object of its own: Dynamo keeps compilations by code object, and those of the user must not be crowded out.
+    once = types.FunctionType(run.__code__.replace(), run.__globals__, "explained", None, run.__closure__)
+    kwargs = dict(call or {})
+    if "logits_to_keep" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+        kwargs.setdefault("logits_to_keep", 1)
+    with torch.inference_mode():
+        args = () if input_ids is None else (input_ids,)
+        torch.compile(once, backend=backend)(*args, **kwargs)
+    return Report(config, tuple(compilations), last_call())
