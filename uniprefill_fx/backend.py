@@ -19,6 +19,7 @@ from uniprefill_fx.errors import Category, Refusal, StrictError
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.lowering.inner import inner_backend
 from uniprefill_fx.lowering.segments import Segment
+from uniprefill_fx.passes.constants import write_constants
 from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
 from uniprefill_fx.passes.propagate import propagate
@@ -26,7 +27,7 @@ from uniprefill_fx.passes.rewrite import rewrite
 from uniprefill_fx.passes.sites import find_sites
 from uniprefill_fx.passes.split import split_at_selections
 from uniprefill_fx.passes.values import copy_module
-from uniprefill_fx.runtime import DensePrefill, Prefill
+from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
 from uniprefill_fx.tracing import TraceAgain, trace_symbolic
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def compile_graph(
     if frontends.install():
         raise TraceAgain("a library was imported since the backend was loaded")
     began = time.perf_counter()
+    write_constants(gm)
     plan = make_plan(gm, config, _blocked(gm, example_inputs))
     trace_symbolic(plan, gm, example_inputs)
     done = Compilation(plan, gm)
@@ -93,8 +95,8 @@ def compile_graph(
             failure = Refusal(Category.FAILURE, str(error), "please report this")
             done.plan = replace(plan, drops=(), refusals=(*plan.refusals, failure))
     if done.run is None:
-        run = inner(_lower(gm), example_inputs)
-        done.run = DensePrefill(run, done.plan.refusals) if plan.prefill else run
+        marks = LengthMarks(gm)
+        done.run = Undropped(inner(_lower(gm), example_inputs), marks, plan.prefill, done.plan.refusals)
     for refusal in done.plan.refusals if plan.prefill else ():
         log.info("stays dense: %s", refusal)
     if observer is not None:

@@ -77,15 +77,37 @@ def disabled() -> Iterator[None]:
         _disabled.reset(token)
 
 
-class DensePrefill:
-    """A prefill graph that never drops: runs the compiled graph and records why."""
+class LengthMarks:
+    """Marks the token axes of a graph's outputs as dynamic: a graph that takes them as inputs (the next decode step,
+    which reads the cache rows that this one wrote) is then traced for any length at once."""
 
-    def __init__(self, run: Callable[..., Any], refusals: Sequence[Refusal]) -> None:
-        self.run, self.reason = run, refusals[-1] if refusals else None
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.axes: list[tuple[int, list[int]]] = []
+        outputs = gm.graph.output_node().args[0]
+        assert isinstance(outputs, tuple | list)
+        for i, node in enumerate(outputs):
+            value = meta(node) if isinstance(node, fx.Node) else None
+            if isinstance(value, torch.Tensor):
+                dims = [d for d, size in enumerate(value.shape) if expression(size).free_symbols]
+                self.axes += [(i, dims)] if dims else []
+
+    def __call__(self, outputs: Any) -> Any:
+        for i, dims in self.axes:
+            torch._dynamo.maybe_mark_dynamic(outputs[i], dims)
+        return outputs
+
+
+class Undropped:
+    """A graph that never drops: a decode step, a later chunk, or a prefill that stays dense and records why."""
+
+    def __init__(self, run: Callable[..., Any], marks: LengthMarks, prefill: bool, refusals: Sequence[Refusal]) -> None:
+        self.run, self.marks, self.prefill = run, marks, prefill
+        self.reason = refusals[-1] if refusals else None
 
     def __call__(self, *args: Any) -> Any:
-        record(LastCall(False, self.reason, None))
-        return self.run(*args)
+        if self.prefill:
+            record(LastCall(False, self.reason, None))
+        return self.marks(self.run(*args))
 
 
 class Prefill:
@@ -112,7 +134,7 @@ class Prefill:
         self.count_input = names.index(plan.count.name)
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.released = _released(after.graph, steps)
-        self.dynamic_outputs: list[tuple[int, list[int]]] | None = None
+        self.marks = LengthMarks(dense.gm)
         self.warned = False
 
     def __call__(self, *args: Any) -> Any:
@@ -123,7 +145,7 @@ class Prefill:
             record(LastCall(False, reason, tokens))
         else:
             out = self._drop(tokens, args)
-        return self._mark(out)
+        return self.marks(out)
 
     def _why_dense(self, tokens: int, args: Sequence[Any]) -> Refusal | None:
         if _disabled.get():
@@ -171,20 +193,6 @@ class Prefill:
             before = [at for at in layers if at < layer]
             rows_of.append(len(positions[before[-1]]) if before else tokens)
         record(LastCall(True, None, tokens, tuple(rows_of), positions))
-
-    def _mark(self, out: Any) -> Any:
-        """Mark the token axes of outputs (cache rows), so that the first decode step is traced for any length."""
-        if self.dynamic_outputs is None:
-            self.dynamic_outputs = []
-            output = next(n for n in self.dense.gm.graph.nodes if n.op == "output")
-            for i, node in enumerate(output.args[0]):
-                value = meta(node) if isinstance(node, fx.Node) else None
-                if isinstance(value, torch.Tensor):
-                    dims = [d for d, s in enumerate(value.shape) if expression(s).free_symbols]
-                    self.dynamic_outputs += [(i, dims)] if dims else []
-        for i, dims in self.dynamic_outputs:
-            torch._dynamo.maybe_mark_dynamic(out[i], dims)
-        return out
 
 
 def _released(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:

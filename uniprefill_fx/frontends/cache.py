@@ -40,7 +40,8 @@ class SlottedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens; returns those of all tokens seen, by original index."""
         before, new = self.get_seq_length(), key_states.shape[-2]
-        keys, values = key_states, value_states
+        # Contiguous, as rows are after every later `cat`: strides are guarded, and decode should be traced once.
+        keys, values = key_states.contiguous(), value_states.contiguous()
         slots = torch.arange(before, before + new, device=key_states.device)
         if self.keys is not None and self.values is not None and self.slots is not None:
             keys = torch.cat([self.keys, keys], dim=-2)
@@ -63,7 +64,9 @@ class SlottedLayer(DynamicLayer):
 
     def _keep_last(self, rows: int) -> None:
         assert self.keys is not None and self.values is not None and self.slots is not None
-        self.keys, self.values, self.slots = self.keys[:, :, -rows:], self.values[:, :, -rows:], self.slots[-rows:]
+        # Copies, not views: a view would keep all rows alive, and its strides would fix the prompt length in a trace.
+        self.keys, self.values = self.keys[:, :, -rows:].contiguous(), self.values[:, :, -rows:].contiguous()
+        self.slots = self.slots[-rows:]
 
     def get_seq_length(self) -> int:
         """Tokens seen, dropped ones included."""

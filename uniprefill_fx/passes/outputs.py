@@ -13,7 +13,7 @@ from torch import fx
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, peel, shape, token_dims
+from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, shape, token_dims
 
 
 class Treatment(StrEnum):
@@ -47,19 +47,21 @@ def tail_of(graph: fx.Graph, end: fx.Node, ancestry: Ancestry) -> frozenset[fx.N
 def exposure_of(
     graph: fx.Graph, tail: frozenset[fx.Node], end: fx.Node, tokens: sympy.Symbol, config: PrefillConfig
 ) -> Exposure:
-    """Whether any output behind the end of the stream depends on rows that may be dropped.
+    """Whether any output behind the end of the stream shows rows that may be dropped.
 
     Raises:
         RefusalError: an output reduces over all tokens (a loss), or all logits are asked for with
             `full_logits="dense"`.
     """
-    exposed = {end}
+    row_dim: dict[fx.Node, int | None] = {end: token_dims(end, tokens)[0]}  # of nodes that show such rows
     for node in graph.nodes:
-        if node in tail and not _last_rows(node, tokens, config.last_n) and exposed & set(node.all_input_nodes):
-            exposed.add(node)
-    shown = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node) and n in exposed]
+        if node in tail and not _last_rows(node, tokens, config.last_n):
+            read = [n for n in node.all_input_nodes if n in row_dim]
+            if read:
+                row_dim[node] = _row_dim(node, read[0], row_dim[read[0]], tokens)
+    shown = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node) and n in row_dim]
     for node in shown:
-        if not token_dims(node, tokens):
+        if row_dim[node] is None:
             raise refuse(
                 Category.OUTPUT,
                 f"an output of shape {_shape(node)} that is computed from all tokens (a loss?)",
@@ -72,6 +74,20 @@ def exposure_of(
             "pass logits_to_keep=1, or full_logits='frozen' to have dropped rows come from their frozen states",
         )
     return Exposure.ALL if shown else Exposure.NONE
+
+
+def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol) -> int | None:
+    """The dimension of `node` that still holds one row a token, for some of the tokens; None if there is none."""
+    dims = token_dims(node, tokens)
+    if dims:
+        return dims[0] if len(dims) == 1 else None
+    before, after = shape(read), shape(node)
+    if dim is None or before is None or after is None or len(before) != len(after):
+        return None
+    if name_of(node) == "getitem":  # a slice of the rows, of a length that is a number
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return dim if all(isinstance(i, slice) for i in index) else None
+    return dim if before[dim] == after[dim] else None
 
 
 def read_outputs(
@@ -87,7 +103,7 @@ def read_outputs(
     Raises:
         RefusalError: an output of kept rows, or the tail, needs values that dropped tokens do not have.
     """
-    written = _written_rows(sites)
+    written = {node for site in sites for node in (site.k, site.v)}
     for node in tail:
         for read in node.all_input_nodes:
             if stage[read] and read is not end and token_dims(read, tokens):
@@ -96,7 +112,7 @@ def read_outputs(
     for node in (a for a in arguments(graph.output_node()) if isinstance(a, fx.Node)):
         if not stage[node] or not token_dims(node, tokens):
             treatment = Treatment.AS_IS
-        elif peel(node, ("getitem", "contiguous")) in written or is_op(peel(node, ("getitem",)), "bind_slots"):
+        elif _is_cache(node, written):
             treatment = Treatment.COMPACT
         elif shape(node) == shape(end):
             treatment = Treatment.RESTORE
@@ -110,9 +126,13 @@ def read_outputs(
     return tuple(outputs)
 
 
-def _written_rows(sites: Sequence[Site]) -> set[fx.Node]:
-    """The keys and values that the sites wrote, as they may be handed out."""
-    return {node for site in sites for node in (site.k, site.v)}
+def _is_cache(node: fx.Node, written: set[fx.Node]) -> bool:
+    """Whether an output is keys or values that a site wrote, or the slots that belong to them."""
+    while node not in written and not is_op(node, "bind_slots"):
+        if name_of(node) not in ("getitem", "contiguous") or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return True
 
 
 def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
@@ -124,15 +144,10 @@ def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
     if len(dims) != 1 or Ellipsis in index or None in index or len(index) <= dims[0]:
         return False
     taken = index[dims[0]]
-    if isinstance(taken, int):
-        return -last_n <= taken < 0
-    return (
-        isinstance(taken, slice)
-        and isinstance(taken.start, int)
-        and -last_n <= taken.start < 0
-        and taken.stop is None
-        and taken.step in (None, 1)
-    )
+    start = taken.start if isinstance(taken, slice) else taken
+    if not isinstance(start, int) or not -last_n <= start < 0:
+        return False
+    return not isinstance(taken, slice) or (taken.stop is None and taken.step in (None, 1))
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

@@ -49,7 +49,8 @@ class _Propagator(fx.Interpreter):
     def run_all(self) -> None:
         inputs = [self._input(node) for node in self.graph_module.graph.nodes if node.op == "placeholder"]
         lengths = dict(self.sizes)
-        with self.mode:
+        # In inference mode torch 2.11 takes composite ops apart before fake tensors see them, with sizes as numbers.
+        with torch.inference_mode(False), torch.no_grad(), self.mode:
             self.run(*inputs)
         for symbol, size in lengths.items():
             if not expression(size).free_symbols:
@@ -64,7 +65,7 @@ class _Propagator(fx.Interpreter):
         if isinstance(value, torch.Tensor):
             size = [self._size(s) for s in value.shape]
             stride = [self._size(s) for s in value.stride()]
-            with self.mode:
+            with torch.inference_mode(False), self.mode:
                 return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         if isinstance(value, torch.SymInt):
             return self._size(value)

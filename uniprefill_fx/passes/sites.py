@@ -90,11 +90,8 @@ def _mask(node: fx.Node, bound: dict[str, Any]) -> MaskKind:
     assert q_shape is not None and k_shape is not None
     if len(q_shape) != 4:
         raise refuse(Category.ATTENTION, f"attention over {len(q_shape)}-D queries", "4-D operands are understood")
-    dropout = bound["dropout_p"]
-    if not isinstance(dropout, int | float) and not _is_zero(dropout):
-        raise refuse(Category.ATTENTION, "attention with dropout", "call model.eval()")
-    if isinstance(dropout, int | float) and dropout != 0:
-        raise refuse(Category.ATTENTION, f"attention with dropout {dropout}", "call model.eval()")
+    if bound["dropout_p"] != 0:
+        raise refuse(Category.ATTENTION, f"attention with dropout {bound['dropout_p']}", "call model.eval()")
     queries, keys = q_shape[2], k_shape[2]
     if bound["attn_mask"] is not None:
         return classify(bound["attn_mask"], queries)
@@ -109,13 +106,6 @@ def _mask(node: fx.Node, bound: dict[str, Any]) -> MaskKind:
     if queries == 1:  # one query without a mask: it sees all keys
         return MaskKind(keys - 1)
     raise refuse(Category.NON_CAUSAL, "attention without mask and without is_causal", "only causal attention can drop")
-
-
-def _is_zero(value: Any) -> bool:
-    """A float that `dynamic=True` turned into an input: its node carries the value it had while tracing."""
-    fake = meta(value) if isinstance(value, fx.Node) else value
-    node = getattr(fake, "node", None)
-    return node is not None and node.has_hint() and float(node.hint) == 0.0
 
 
 def _unrepeat(node: fx.Node, query: fx.Node) -> fx.Node:
