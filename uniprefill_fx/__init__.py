@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from uniprefill_fx.api import compile
     from uniprefill_fx.config import OptionError, PrefillConfig
     from uniprefill_fx.errors import CompactCacheError, StrictError
-    from uniprefill_fx.explain import explain
     from uniprefill_fx.frontends.mixers import register_mixer
+    from uniprefill_fx.report import explain
     from uniprefill_fx.runtime import LastCall, disabled, last_call
 
 _HOME = {
     "compile": "api",
-    "explain": "explain",
+    "explain": "report",
     "disabled": "runtime",
     "last_call": "runtime",
     "LastCall": "runtime",

@@ -20,6 +20,7 @@ from uniprefill_fx.frontends import gating
 from uniprefill_fx.lowering.inner import inner_backend
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.constants import write_constants
+from uniprefill_fx.passes.inplace import remove_augmented_assignments
 from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
 from uniprefill_fx.passes.propagate import propagate
@@ -78,9 +79,10 @@ def compile_graph(
         raise TraceAgain("a library was imported since the backend was loaded")
     began = time.perf_counter()
     write_constants(gm)
+    remove_augmented_assignments(gm)
     plan = make_plan(gm, config, _blocked(gm, example_inputs))
     trace_symbolic(plan, gm, example_inputs)
-    done = Compilation(plan, gm)
+    done = Compilation(plan, copy_module(gm) if observer is not None else gm)
     done.seconds["plan"] = time.perf_counter() - began
     if config.strict and plan.prefill and plan.refusals:
         raise StrictError(str(plan.refusals[0]))

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-
-log = logging.getLogger(__name__)
-_installed: set[str] = set()
 
 
 def install() -> bool:
-    """Install the frontend of each supported library that the process has imported. True if one was new."""
-    if "transformers" not in sys.modules or "transformers" in _installed:
+    """Install what is new since the last call, for the libraries that the process has imported. True if there was."""
+    if "transformers" not in sys.modules:
         return False
     from uniprefill_fx.frontends import transformers
 
-    transformers.install()
-    _installed.add("transformers")
-    log.debug("frontend of transformers installed")
-    return True
+    return transformers.install()

@@ -50,7 +50,7 @@ class SlottedLayer(DynamicLayer):
         else:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.is_initialized = True
-            slots = torch.ops.uniprefill.bind_slots(slots, key_states)
+            slots = torch.ops.uniprefill.bind_slots(slots, keys, values)
         self.timeline = torch.empty(before + new, 0, device=key_states.device)
         rows = self._window_rows()
         self.keys, self.values, self.slots = keys, values, slots

@@ -6,10 +6,8 @@ passes would have to understand every op inside. Registered, a call of it become
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +17,14 @@ import torch
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
 from uniprefill_fx.ops.mixer import MIXERS, Mixer
 
-log = logging.getLogger(__name__)
-
 
 @torch._dynamo.assume_constant_result
-def _dumps(args: tuple[Any, ...], names: tuple[str, ...], values: tuple[Any, ...]) -> str:
-    def entry(value: Any) -> Any:
-        return {"tensor": value[1]} if isinstance(value, tuple) else value
-
-    return json.dumps(
-        {"args": [entry(a) for a in args], "kwargs": {n: entry(v) for n, v in zip(names, values, strict=True)}}
-    )
+def _dumps(values: tuple[Any, ...], places: tuple[int, ...], names: tuple[str, ...]) -> str:
+    """The JSON of a call: positional values first, then one for each name; place >= 0 stands for that tensor."""
+    entries = [v if at < 0 else {"tensor": at} for v, at in zip(values, places, strict=True)]
+    positional = len(values) - len(names)
+    kwargs = dict(zip(names, entries[positional:], strict=True))
+    return json.dumps({"args": entries[:positional], "kwargs": kwargs})
 
 
 def register_mixer(function: Callable[..., Any], shapes: Callable[[dict[str, Any]], Any]) -> None:
@@ -53,14 +48,15 @@ def register_mixer(function: Callable[..., Any], shapes: Callable[[dict[str, Any
         if not compiling_for_uniprefill():
             return original(*args, **kwargs)
         tensors: list[Any] = []
-        entries: list[Any] = []
+        values: list[Any] = []
+        places: list[int] = []
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                entries.append(("tensor", len(tensors)))
+            is_tensor = isinstance(value, torch.Tensor)
+            values.append(None if is_tensor else value)
+            places.append(len(tensors) if is_tensor else -1)
+            if is_tensor:
                 tensors.append(value)
-            else:
-                entries.append(value)
-        structure = _dumps(tuple(entries[: len(args)]), tuple(kwargs.keys()), tuple(entries[len(args) :]))
+        structure = _dumps(tuple(values), tuple(places), tuple(kwargs.keys()))
         outputs = torch.ops.uniprefill.mixer(name, tensors, structure)
         bound = dict(zip(signature, args, strict=False))
         bound.update(kwargs)
@@ -84,25 +80,40 @@ def gated_delta_rule(call: dict[str, Any]) -> list[Any]:
     return [(tuple(value.shape), query.dtype), (state, torch.float32) if wanted else None]
 
 
+def mamba2_scan(call: dict[str, Any]) -> list[Any]:
+    """(batch, tokens, heads, head_dim) fp32, and the state (batch, heads, head_dim, state) fp32 if wanted."""
+    x, b = call["hidden_states"], call["B"]
+    state = (x.shape[0], x.shape[2], x.shape[3], b.shape[-1])
+    out = [(tuple(x.shape), torch.float32)]
+    return [*out, (state, torch.float32)] if call.get("return_final_states", False) else out
+
+
+def mamba_scan(call: dict[str, Any]) -> list[Any]:
+    """(batch, channels, tokens) in the input's dtype, and the state (batch, channels, state) if wanted."""
+    x, a = call["hidden_states"], call["A"]
+    out = [(tuple(x.shape), x.dtype)]
+    state = (x.shape[0], x.shape[1], a.shape[-1])
+    return [*out, (state, torch.float32)] if call.get("return_last_state", False) else out
+
+
 # function name -> shapes; every modeling file has its own copy of these functions.
 KNOWN: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "torch_recurrent_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "recurrent_kimi_delta_attention": gated_delta_rule,
+    "mamba2_chunk_scan": mamba2_scan,
+    "mamba_selective_scan": mamba_scan,
 }
 
 
-def install_known() -> None:
-    """Register the known mixers of every modeling file that is imported now."""
+def install_known() -> int:
+    """Register the known mixers of every modeling file that is imported by now; returns how many were new."""
+    before = len(MIXERS)
     for path, module in list(sys.modules.items()):
         if path.startswith("transformers.models.") and ".modeling_" in path:
             for name, shapes in KNOWN.items():
                 function = vars(module).get(name)
                 if inspect.isfunction(function) and function.__module__ == path:
                     register_mixer(function, shapes)
-                    log.debug("mixer %s.%s registered", path, name)
-
-
-def install_module(path: str) -> None:
-    """Register the known mixers of one modeling file by its module path."""
-    importlib.import_module(path)
-    install_known()
+    return len(MIXERS) - before

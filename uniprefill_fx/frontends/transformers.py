@@ -20,11 +20,20 @@ from uniprefill_fx.frontends.mixers import install_known
 MASK_FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
-def install() -> None:
-    """Teach Dynamo the substitutes. Process-wide, and inert for other backends and eager code."""
-    for name in MASK_FUNCTIONS:
+_adopting: set[str] = set()
+
+
+def install() -> bool:
+    """Teach Dynamo the substitutes that it does not know yet; True if there were any.
+
+    Process-wide, and inert for other backends and eager code. Modeling files are imported one by one, so this is
+    called before each compilation.
+    """
+    new = [name for name in MASK_FUNCTIONS if name not in _adopting]
+    for name in new:
         _adopt_caches_in(getattr(masking_utils, name))
-    install_known()
+        _adopting.add(name)
+    return bool(install_known() or new)
 
 
 def _adopt_caches_in(function: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention mass of the last queries on each block of keys, in one pass over K (UniPrefill, arXiv 2605.06221, Eq. 3, 4).
+"""Attention mass of the last queries on each block of keys, in one pass over K (UniPrefill, arXiv 2605.06221, Eq. 3-4).
 
 `_block_lse_kernel` computes the logits of a tile of keys against the last queries of all heads that share it, and
 keeps one number for each (query, block): the logarithm of the block's sum of exponentials. From these the softmax
@@ -7,10 +7,11 @@ over the whole sequence follows exactly: `_row_lse_kernel` sums a query's blocks
 has exp2 and log2. Nothing is written twice or added atomically, so that results do not depend on timing.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,52 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile, default_tiles
 from uniprefill_fx.kernels.varlen import check_stream, find_request, on_device
 
-FP8_MAX = 448.0  # the largest finite e4m3 number
-LOG2_E = math.log2(math.e)
 MIN_BLOCK, MAX_BLOCK = 16, 128
 MIN_PROGRAMS = 512  # a few for each multiprocessor of the largest cards
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the logits are cut up. No field may depend on the sequence length: each set of values is a compilation."""
-
-    keys: int
-    """Columns: the keys of as many whole blocks as fit, at least one, each block padded to a power of two."""
-    rows: int
-    """(head of the group, query) pairs, one head's queries after another's."""
-    warps: int
-    stages: int
-    """Tiles of queries in flight."""
-    registers: int | None = None
-    """Limit for a thread."""
-
-
-def default_tiles(head_dim: int, itemsize: int, rows: int, fp8: bool) -> Tiles:
-    """Tiles of which two programs fit on a Hopper multiprocessor (228 KB of shared memory, 65,536 registers).
-
-    One program's exponentials then overlap with the other's matrix products. The exception is float32, which is
-    multiplied in three tf32 products and needs twice the room for its operands. Wide tiles of keys read the queries
-    from the L2 cache less often, high tiles of rows the keys from shared memory.
-    """
-    dim = triton.next_power_of_2(head_dim)
-    if fp8:
-        return Tiles(128, 128 if rows > 64 else 64, 8, 2) if dim <= 128 else Tiles(128, 64, 8, 2, registers=128)
-    if itemsize == 4:
-        return Tiles(64, 64, 8, 1)
-    return Tiles(256, 64, 8, 2) if dim <= 128 else Tiles(128, 64, 8, 1)
-
-
-def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
-    return max(1, tiles.keys // triton.next_power_of_2(block_size))
 
 
 @triton.jit
 def _tanh(x):
     # exp overflows to infinity for large x, which gives 1 as it should
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
 
 
 @triton.jit
@@ -139,7 +105,6 @@ def _block_lse_kernel(
     keys = k + kv_head.to(tl.int64) * k_head_stride + (start + key).to(tl.int64) * k_token_stride
     exists = (key < length) & (within < BLOCK_SIZE)
     k_tile = tl.load(keys[:, None] + dim[None, :], mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    factor = scale * 1.4426950408889634  # log2(e)
     if FP8:
         k_tile, k_scale = _to_fp8(k_tile)
     k_tile = tl.trans(k_tile)  # here rather than in the loop, where it would be written to shared memory each time
@@ -286,7 +251,8 @@ def block_scores(
             q8_scale = torch.empty(requests, kv_heads, row_tiles, dtype=torch.float32, device=q.device)
             _quantise_queries_kernel[(row_tiles, kv_heads, requests)](q, cu_seqlens, q8, q8_scale, *strides, **shape)
         # a short stream has few tiles of keys: programs then share a tile, so that every multiprocessor has work
-        shares = min(row_tiles, triton.cdiv(MIN_PROGRAMS, key_tiles * kv_heads))
+        turns = max(1, row_tiles * key_tiles * kv_heads // MIN_PROGRAMS)
+        shares = triton.cdiv(row_tiles, turns)
         _block_lse_kernel[(key_tiles, kv_heads, shares)](
             q, q8, q8_scale, k, cu_seqlens, block_lse, requests, scale, softcap or 1.0,
             *strides, k.stride(0), k.stride(1), **shape,

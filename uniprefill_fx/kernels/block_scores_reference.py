@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_scores import FP8_MAX, Tiles, blocks_of_a_tile, default_tiles
+from uniprefill_fx.kernels.tiles import FP8_MAX, Tiles, blocks_of_a_tile, default_tiles
 
 
 def block_scores_reference(
@@ -27,8 +28,10 @@ def block_scores_reference(
     groups, bounds = heads // kv_heads, cu_seqlens.tolist()
     tiles = tiles or default_tiles(head_dim, q.element_size(), groups * last_n, dtype == "fp8")
     scores = torch.zeros(tokens // block_size + len(bounds) - 1, device=q.device)
-    for r, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for r, (start, end) in enumerate(itertools.pairwise(bounds)):
         length = end - start
+        if length == 0:
+            continue
         n = min(last_n, length)
         mass = torch.zeros(length, device=q.device)
         hidden = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)

@@ -4,11 +4,16 @@ Eq. 14 sorts packed (score, index) keys. The order is all that is needed of the 
 of it, so that one threshold says which they are: the bit pattern of a non-negative float32 orders as the number does,
 and a bisection over the 31 bits finds the lowest key at which the mass of all higher keys is still below the limit.
 Only blocks of exactly that score need their rank by index. No sort, no copy of the scores, and the same work whatever
-the scores are. Sums are float64: they are exact in any order while scores differ by less than about 2^15, ties included.
+the scores are. Sums are float64: exact in any order, ties included, while scores differ by less than
+about 2^15.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
 
 import torch
@@ -111,8 +116,8 @@ def _write_kernel(
     start = tl.load(cu_seqlens + request)
     length = tl.load(cu_seqlens + request + 1) - start
     base = 0
-    for r in range(0, request, 256):
-        earlier = r + tl.arange(0, 256)
+    for r in range(0, request, 64):
+        earlier = r + tl.arange(0, 64)
         base += tl.sum(tl.load(kept + earlier, mask=earlier < request, other=0), 0)
     block = slot - (start // BLOCK_SIZE + request)
     if block == 0:  # every request has a slot 0, even an empty one
@@ -159,24 +164,97 @@ def select_blocks(
         Their number is the one thing the host waits for, after everything is queued.
     """
     fraction = _check(block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio)
-    slots, requests, device = block_scores.shape[0], cu_seqlens.shape[0] - 1, block_scores.device
-    bits = struct.unpack("<q", struct.pack("<d", fraction))[0]  # a plain float argument would be rounded to float32
-    offsets = torch.empty(slots, dtype=torch.int32, device=device)
-    whole = torch.empty(slots, dtype=torch.int8, device=device)
-    kept = torch.empty(requests, dtype=torch.int32, device=device)
+    rows, kept_cu_seqlens = queue_selection(
+        block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, fraction, keep_ratio is not None
+    )
+    return rows[: int(kept_cu_seqlens[-1])], kept_cu_seqlens
+
+
+def queue_selection(
+    block_scores: Tensor,
+    cu_seqlens: Tensor,
+    prompt_lengths: Tensor,
+    block_size: int,
+    last_n: int,
+    sink_tokens: int,
+    fraction: float,
+    top_k: bool,
+) -> tuple[Tensor, Tensor]:
+    """`select_blocks` unchecked and without the wait: `rows` is longer than what is kept, and its end not written.
+
+    `fraction` is p or, with `top_k`, keep_ratio.
+    """
+    offsets, whole, kept = mark_blocks(
+        block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, fraction, top_k
+    )
+    slots, requests = block_scores.shape[0], cu_seqlens.shape[0] - 1
     kept_cu_seqlens = torch.empty_like(cu_seqlens)
     # the number of tokens, rounded up: the host does not know it exactly
-    rows = torch.empty((slots - requests + 1) * block_size, dtype=torch.int64, device=device)
-    with on_device(device):
-        _mark_kernel[(requests,)](
-            block_scores, cu_seqlens, prompt_lengths, offsets, whole, kept, bits, last_n, sink_tokens,
-            BLOCK_SIZE=block_size, TOP_K=keep_ratio is not None, TILE=2048, num_warps=8,
-        )  # fmt: skip
+    rows = torch.empty((slots - requests + 1) * block_size, dtype=torch.int64, device=block_scores.device)
+    with on_device(block_scores.device):
         _write_kernel[(slots,)](
             cu_seqlens, offsets, whole, kept, rows, kept_cu_seqlens, requests, last_n, sink_tokens,
             BLOCK_SIZE=block_size, BLOCK_PAD=triton.next_power_of_2(block_size), num_warps=1,
         )  # fmt: skip
-        return rows[: int(kept_cu_seqlens[-1])], kept_cu_seqlens
+    return rows, kept_cu_seqlens
+
+
+def mark_blocks(
+    block_scores: Tensor,
+    cu_seqlens: Tensor,
+    prompt_lengths: Tensor,
+    block_size: int,
+    last_n: int,
+    sink_tokens: int,
+    fraction: float,
+    top_k: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first half of `queue_selection`.
+
+    Returns:
+        For each entry of `block_scores`, the kept rows of its request before the block, int32, and whether all rows of
+        the block are kept, int8; the kept rows of each request, int32. Entries that no block uses are not written.
+    """
+    slots, requests, device = block_scores.shape[0], cu_seqlens.shape[0] - 1, block_scores.device
+    offsets = torch.empty(slots, dtype=torch.int32, device=device)
+    whole = torch.empty(slots, dtype=torch.int8, device=device)
+    kept = torch.empty(requests, dtype=torch.int32, device=device)
+    bits = struct.unpack("<q", struct.pack("<d", fraction))[0]  # a plain float argument would be rounded to float32
+    with on_device(device):
+        _mark_kernel[(requests,)](
+            block_scores, cu_seqlens, prompt_lengths, offsets, whole, kept, bits, last_n, sink_tokens,
+            BLOCK_SIZE=block_size, TOP_K=top_k, TILE=2048, num_warps=8,
+        )  # fmt: skip
+    return offsets, whole, kept
+
+
+def select_blocks_reference(
+    block_scores: Tensor,
+    cu_seqlens: Tensor,
+    prompt_lengths: Tensor,
+    block_size: int,
+    last_n: int,
+    sink_tokens: int,
+    p: float | None,
+    keep_ratio: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The naive twin of `select_blocks`: a stable sort and float64 cumulative sums, a request at a time."""
+    bounds, kept_rows, kept_bounds = cu_seqlens.tolist(), [], [0]
+    for r, (start, end) in enumerate(itertools.pairwise(bounds)):
+        length, first = end - start, start // block_size + r
+        scores = block_scores[first : first + math.ceil(length / block_size)].double()
+        ordered, order = scores.sort(descending=True, stable=True)
+        if keep_ratio is not None:
+            taken = torch.arange(len(order), device=order.device) < keep_ratio * int(prompt_lengths[r]) / block_size
+        else:
+            taken = ordered.cumsum(0) - ordered < (p or 0.0) * scores.sum()
+        if p == 1.0 or not scores.sum().isfinite():
+            taken = torch.ones_like(taken)
+        row = torch.arange(length, device=order.device)
+        stays = torch.isin(row // block_size, order[taken]) | (row < sink_tokens) | (row >= length - last_n)
+        kept_rows.append(start + row[stays])
+        kept_bounds.append(kept_bounds[-1] + len(kept_rows[-1]))
+    return torch.cat(kept_rows), torch.tensor(kept_bounds, dtype=torch.int32, device=cu_seqlens.device)
 
 
 def _check(

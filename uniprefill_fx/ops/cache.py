@@ -13,16 +13,16 @@ from uniprefill_fx.errors import CompactCacheError
 
 
 @torch.library.custom_op("uniprefill::bind_slots", mutates_args=())
-def bind_slots(slots: Tensor, keys: Tensor) -> Tensor:
-    """`slots`, tied by data flow to the keys they index, so that a cut that compacts the keys compacts them too.
+def bind_slots(slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`slots`, tied by data flow to the cache rows they index, so that a cut that compacts those compacts them too.
 
-    slots: (tokens,) int64; keys: (..., tokens, dim). Returns a copy of `slots`.
+    slots: (tokens,) int64; keys, values: (..., tokens, dim), what the layer stores. Returns a copy of `slots`.
     """
     return slots.clone()
 
 
 @bind_slots.register_fake
-def _(slots, keys):  # type: ignore[no-untyped-def]
+def _(slots, keys, values):  # type: ignore[no-untyped-def]
     return torch.empty_like(slots)
 
 

@@ -48,15 +48,21 @@ def unpack(tensors: Sequence[Tensor], structure: str) -> tuple[list[Any], dict[s
 def mixer(name: str, tensors: Sequence[Tensor], structure: str) -> list[Tensor]:
     """Call the registered mixer `name`; returns its tensors in order, without the Nones."""
     args, kwargs = unpack(tensors, structure)
-    out = MIXERS[name].function(*args, **kwargs)
-    outputs = out if isinstance(out, tuple | list) else (out,)
+    registered = MIXERS[name]
+    out = registered.function(*args, **kwargs)
+    outputs = [o for o in (out if isinstance(out, tuple | list) else (out,)) if isinstance(o, Tensor)]
+    promised = registered.shapes(dict(zip(registered.signature, args, strict=False)) | kwargs)
     inputs = {t.untyped_storage().data_ptr() for t in tensors}
-    # An op's outputs must not alias its inputs or each other's storage in a way that the compiler cannot see.
-    return [
-        o.clone() if o.untyped_storage().data_ptr() in inputs else o.contiguous()
-        for o in outputs
-        if isinstance(o, Tensor)
-    ]
+    results = []
+    for tensor, (shape, dtype) in zip(outputs, promised, strict=True):
+        if tuple(tensor.shape) != tuple(shape):
+            raise RuntimeError(
+                f"mixer {name}: returned shape {tuple(tensor.shape)}, was registered with {tuple(shape)}"
+            )
+        tensor = tensor.to(dtype).contiguous()
+        # The compiler takes an op's outputs for new storage.
+        results.append(tensor.clone() if tensor.untyped_storage().data_ptr() in inputs else tensor)
+    return results
 
 
 @mixer.register_fake

@@ -172,10 +172,12 @@ def classify(mask: fx.Node, queries: sympy.Expr) -> MaskKind:
     condition = _truth(reader.read(mask, 4))
     query = sympy.Integer(0) if queries == 1 else QUERY
     offset = window = chunk = key_mask = None
+    unsettled = []
     for term in condition.args if isinstance(condition, sympy.And) else (condition,):
         found = _relation(term)
         if found is None:
-            raise _unknown(term)
+            unsettled.append(term)
+            continue
         kind, value = found
         distance = sympy.simplify(value - query) if kind != "data" else value
         if kind == "before" and not distance.has(QUERY, KEY) and offset is None:
@@ -192,6 +194,11 @@ def classify(mask: fx.Node, queries: sympy.Expr) -> MaskKind:
             f"a mask that lets queries see later tokens: {condition}",
             "tokens can be dropped behind causal attention only",
         )
+    for term in unsettled:
+        size = _chunk(term, query + offset)
+        if size is None or chunk is not None:
+            raise _unknown(term)
+        chunk = size
     if window is not None:
         # key > query + offset - W, that is: the bound lies W below the causal one
         size = sympy.simplify(offset - window)
@@ -217,6 +224,18 @@ def _relation(term: Any) -> tuple[str, Any] | None:
         if coefficient == 1:  # key + rest >= 0
             return "after", -rest if strict else -rest - 1
     return None
+
+
+def _chunk(term: Any, position: Any) -> int | None:
+    """The chunk size C of `key // C == query // C`, with the query's index in the sequence; None for other terms."""
+    if not isinstance(term, sympy.Eq):
+        return None
+    sides = {side.args[0]: side.args[1] for side in term.args if isinstance(side, FloorDiv)}
+    if len(sides) != 2 or KEY not in sides or len(set(sides.values())) != 1:
+        return None
+    size = sides.pop(KEY)
+    (other,) = sides
+    return int(size) if size.is_Integer and sympy.simplify(other - position) == 0 else None
 
 
 def _unknown(term: Any) -> Exception:

@@ -104,6 +104,7 @@ def read_outputs(
         RefusalError: an output of kept rows, or the tail, needs values that dropped tokens do not have.
     """
     written = {node for site in sites for node in (site.k, site.v)}
+    written |= {arg for n in graph.nodes if is_op(n, "bind_slots") for arg in n.args[1:] if isinstance(arg, fx.Node)}
     for node in tail:
         for read in node.all_input_nodes:
             if stage[read] and read is not end and token_dims(read, tokens):

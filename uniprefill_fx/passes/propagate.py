@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -49,8 +50,8 @@ class _Propagator(fx.Interpreter):
     def run_all(self) -> None:
         inputs = [self._input(node) for node in self.graph_module.graph.nodes if node.op == "placeholder"]
         lengths = dict(self.sizes)
-        # In inference mode torch 2.11 takes composite ops apart before fake tensors see them, with sizes as numbers.
-        with torch.inference_mode(False), torch.no_grad(), self.mode:
+        # As Dynamo traces: without these, composite ops are taken apart in C++, where some read sizes as numbers.
+        with torch.inference_mode(False), torch.no_grad(), enable_python_dispatcher(), self.mode:
             self.run(*inputs)
         for symbol, size in lengths.items():
             if not expression(size).free_symbols:

@@ -109,6 +109,8 @@ class _Rewriter:
             if self.tokens not in size.free_symbols:
                 return self.value[node, own]
             return self.count[stage] if size == self.tokens else self._copy(node, stage)
+        if isinstance(value, tuple | list) and any(isinstance(v, torch.SymInt) for v in value):
+            return self._copy(node, stage)  # a torch.Size, built from sizes
         begins = self.drop_at.get(node)
         if begins is not None:
             return self._compact(self.at(node, stage - 1), stage, 2)

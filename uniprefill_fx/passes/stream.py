@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 from torch import fx
 
@@ -16,14 +18,14 @@ def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> 
     """[(sum, residual)] in graph order: sums `x + f(x)` of two equal shapes with a token axis, and their x.
 
     One operand being computed from the other is what tells a residual connection from other sums (rotary, gates,
-    experts): no shape or name does.
+    experts): no shape or name does. Either may be scaled by a number first.
     """
     found = []
     for node in graph.nodes:
         if name_of(node) not in ADDS or len(node.args) < 2:
             continue
-        left, right = node.args[:2]
-        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
+        left, right = (_unscaled(a) for a in node.args[:2])
+        if left is None or right is None or left is right:
             continue
         if shape(left) is None or shape(left) != shape(right) or not token_dims(node, tokens):
             continue
@@ -34,11 +36,29 @@ def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> 
     return found
 
 
+def _unscaled(value: Any) -> fx.Node | None:
+    """An operand before casts and multiplication by a number (MiniMax: `alpha * x + beta * f(x)`)."""
+    while isinstance(value, fx.Node):
+        name, args = name_of(value), value.args
+        if name in ("mul", "multiply") and len(args) == 2:
+            numbers = [a for a in args if not isinstance(a, fx.Node) or shape(a) == ()]
+            nodes = [a for a in args if isinstance(a, fx.Node) and shape(a) != ()]
+            if len(numbers) == 1 and len(nodes) == 1:
+                value = nodes[0]
+                continue
+        if name in ("to", "float", "type_as", "dropout", "contiguous") and args:
+            value = args[0]
+            continue
+        return value
+    return None
+
+
 def entering(site: Site, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
     """The residual stream that enters the layer of `site` (paper: H^(b,0)).
 
-    It is the residual of the first sum that takes in the site's output: not computed from that output itself, and an
-    ancestor of the site's queries.
+    The first sum that takes in the site's output has a residual which is not computed from that output itself, and is
+    an ancestor of the site's queries. Where that is itself the sum of an earlier layer, or the embedding, it is the
+    stream; where a norm lies between (post-norm models), the stream is the sum before the norm.
 
     Raises:
         RefusalError: there is no such sum.
@@ -47,7 +67,9 @@ def entering(site: Site, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry
         if not ancestry.depends(node, site.node):
             continue
         if not ancestry.depends(residual, site.node) and ancestry.depends(site.q, residual):
-            return residual
+            earlier = [n for n, _ in adds if ancestry.depends(residual, n)]
+            same = [n for n in earlier if shape(n) == shape(residual)]
+            return same[-1] if same else residual
         break
     raise refuse(
         Category.RESIDUAL,

@@ -56,9 +56,10 @@ def arguments(node: fx.Node) -> Iterator[Any]:
 
 
 class Ancestry:
-    """Data-flow reachability of a graph, as one bit set a node. In-place writes count as flow to later readers."""
+    """Data-flow reachability of a graph, as one bit set a node."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        """In-place writes count as flow from the writer to later readers of what it wrote to."""
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self._bits: dict[fx.Node, int] = {}
         for node, i in self.order.items():
@@ -106,8 +107,11 @@ IN_PLACE_OPERATORS = frozenset(
 )
 
 
-def aliases(node: fx.Node) -> list[fx.Node]:
-    """Nodes that may share storage with `node`: views of it, what it is a view of, and results of writes to it."""
+def aliases(node: fx.Node, through_writes: bool = True) -> list[fx.Node]:
+    """Nodes that may share storage with `node`: views of it, what it is a view of, and results of writes to it.
+
+    `through_writes=False` leaves out the results of in-place operations, which are the written tensor itself.
+    """
     found: list[fx.Node] = []
     pending = [node]
     while pending:
@@ -115,10 +119,11 @@ def aliases(node: fx.Node) -> list[fx.Node]:
         if current in found:
             continue
         found.append(current)
-        if name_of(current) in VIEWS or written_nodes(current):
+        if name_of(current) in VIEWS or (through_writes and written_nodes(current)):
             pending.extend(a for a in current.args[:1] if isinstance(a, fx.Node))
         for user in current.users:
-            if user.args and user.args[0] is current and (name_of(user) in VIEWS or written_nodes(user)):
+            shares = name_of(user) in VIEWS or (through_writes and bool(written_nodes(user)))
+            if shares and user.args and user.args[0] is current:
                 pending.append(user)
     return [n for n in found if isinstance(meta(n), torch.Tensor | tuple | list) or n is node]
 

@@ -1,0 +1,44 @@
+"""How `block_scores` cuts up the logits, and what shares a scale in its fp8 mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+FP8_MAX = 448.0  # the largest finite e4m3 number
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the logits are cut up. No field may depend on the sequence length: each set of values is a compilation."""
+
+    keys: int
+    """Columns: the keys of as many whole blocks as fit, at least one, each block padded to a power of two."""
+    rows: int
+    """(head of the group, query) pairs, one head's queries after another's."""
+    warps: int
+    stages: int
+    """Tiles of queries in flight."""
+    registers: int | None = None
+    """Limit for a thread."""
+
+
+def default_tiles(head_dim: int, itemsize: int, rows: int, fp8: bool) -> Tiles:
+    """Tiles of which two programs fit on a Hopper multiprocessor (228 KB of shared memory, 65,536 registers).
+
+    One program's exponentials then overlap with the other's matrix products. The exception is float32, which is
+    multiplied in three tf32 products and needs twice the room for its operands. Wide tiles of keys read the queries
+    from the L2 cache less often, high tiles of rows the keys from shared memory.
+    """
+    dim = triton.next_power_of_2(head_dim)
+    if fp8:
+        return Tiles(128, 128 if rows > 64 else 64, 8, 2) if dim <= 128 else Tiles(128, 64, 8, 2, registers=128)
+    if itemsize == 4:
+        return Tiles(64, 64, 8, 1)
+    return Tiles(256, 64, 8, 2) if dim <= 128 else Tiles(128, 64, 8, 1)
+
+
+def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
+    """Whole blocks in the columns of a tile."""
+    return max(1, tiles.keys // triton.next_power_of_2(block_size))
