@@ -6,12 +6,18 @@
 #
 # torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.12.1", or pip's own
 # environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
+# pyproject.toml allows ranges of torch and transformers; the two pins are the versions that the tests run
+# with. TRANSFORMERS="transformers>=5" takes the newest.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.17.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+
+# Threads that wait give up their core. Where other programs want the same cores, spinning ones cost many times that.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -31,7 +37,7 @@ lint: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv "$(VENV)"
 	$(BIN)/pip install "$(TORCH)"
-	$(BIN)/pip install --editable ".[demo,test]"
+	$(BIN)/pip install "$(TRANSFORMERS)" --editable ".[demo,test]"
 	touch $@
 
 clean:

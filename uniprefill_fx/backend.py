@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 import warnings
@@ -85,7 +86,7 @@ def compile_graph(
     done = Compilation(plan, copy_module(gm) if observer is not None else gm)
     done.seconds["plan"] = time.perf_counter() - began
     if config.strict and plan.prefill and plan.refusals:
-        raise StrictError(str(plan.refusals[0]))
+        raise StrictError(str(plan.refusals[-1]))
     if plan.drops:
         try:
             done.run = _dropping(gm, config, inner, done)
@@ -145,4 +146,6 @@ def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compi
     return Prefill(done.plan, after, steps, Segment(_lower(copy_module(gm)), inner, "dense"), config.min_tokens)
 
 
+if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    importlib.import_module("uniprefill_fx.lowering.cuda")
 warn_of_lost_generate()

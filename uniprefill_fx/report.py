@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Report:
                 name = "p" if drops[layer].p is not None else "keep_ratio"
                 kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
                 decision = f"{name}={amount:g}{kept}"
-            lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}")
+            lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
         if len(self.compilations) > 1:
             lines.append(f"{len(self.compilations)} graphs: Dynamo broke the model into pieces, or compiled it again")
         lines += [f"refused: {refusal}" for refusal in self.refusals]
@@ -109,7 +110,7 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
     # A code object of its own: Dynamo keeps compilations by code object, and those of the user must not be crowded out.
     once = types.FunctionType(run.__code__.replace(), run.__globals__, "explained", None, run.__closure__)
     kwargs = dict(call or {})
-    if "logits_to_keep" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+    if "logits_to_keep" in inspect.signature(forward).parameters:
         kwargs.setdefault("logits_to_keep", 1)
     with torch.inference_mode():
         args = () if input_ids is None else (input_ids,)

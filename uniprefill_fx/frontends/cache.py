@@ -112,10 +112,10 @@ class SlottedSlidingLayer(SlottedLayer):
 
     is_sliding = True
 
-    def __init__(self, sliding_window: int) -> None:
+    def __init__(self, sliding_window: int, record_past: bool = False) -> None:
         super().__init__()
         self.sliding_window = sliding_window
-        self.record_past = False
+        self.record_past = record_past
 
     def activate_past_recording(self) -> None:
         """Keep all rows until the next `crop`, so that drafted tokens can be taken back."""
@@ -145,4 +145,4 @@ def adopt(cache: Any) -> None:
         if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[index] = SlottedLayer()
         elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized:
-            cache.layers[index] = SlottedSlidingLayer(layer.sliding_window)
+            cache.layers[index] = SlottedSlidingLayer(layer.sliding_window, layer.record_past)

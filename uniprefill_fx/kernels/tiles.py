@@ -33,7 +33,7 @@ def default_tiles(head_dim: int, itemsize: int, rows: int, fp8: bool) -> Tiles:
     """
     dim = triton.next_power_of_2(head_dim)
     if fp8:
-        return Tiles(128, 128 if rows > 64 else 64, 8, 2) if dim <= 128 else Tiles(128, 64, 8, 2, registers=128)
+        return Tiles(128, 64, 4, 2, registers=128) if dim <= 128 else Tiles(128, 64, 4, 2)
     if itemsize == 4:
         return Tiles(64, 64, 8, 1)
     return Tiles(256, 64, 8, 2) if dim <= 128 else Tiles(128, 64, 8, 1)

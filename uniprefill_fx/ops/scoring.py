@@ -25,8 +25,7 @@ def block_bounds(start: int, end: int, request: int, block_size: int) -> tuple[i
     return first, first + math.ceil((end - start) / block_size)
 
 
-@torch.library.custom_op("uniprefill::score", mutates_args=())
-def score(
+def score_reference(
     q: Tensor,
     k: Tensor,
     cu_seqlens: Tensor,
@@ -64,13 +63,15 @@ def score(
     return scores
 
 
+score = torch.library.custom_op("uniprefill::score", score_reference, mutates_args=())
+
+
 @score.register_fake
 def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=score_dtype)
 
 
-@torch.library.custom_op("uniprefill::select", mutates_args=())
-def select(
+def select_reference(
     block_scores: Tensor,
     cu_seqlens: Tensor,
     prompt_lengths: Tensor,
@@ -116,6 +117,9 @@ def select(
         keep[max(start, end - last_n) : end] = True
     before = torch.nn.functional.pad(keep.cumsum(0, dtype=torch.int32), (1, 0))
     return keep.nonzero().squeeze(1), before[cu_seqlens.long()]
+
+
+select = torch.library.custom_op("uniprefill::select", select_reference, mutates_args=())
 
 
 @select.register_fake

@@ -104,7 +104,7 @@ def read_outputs(
         RefusalError: an output of kept rows, or the tail, needs values that dropped tokens do not have.
     """
     written = {node for site in sites for node in (site.k, site.v)}
-    written |= {arg for n in graph.nodes if is_op(n, "bind_slots") for arg in n.args[1:] if isinstance(arg, fx.Node)}
+    slotted = {arg for n in graph.nodes if is_op(n, "bind_slots") for arg in n.args[1:] if isinstance(arg, fx.Node)}
     for node in tail:
         for read in node.all_input_nodes:
             if stage[read] and read is not end and token_dims(read, tokens):
@@ -113,8 +113,14 @@ def read_outputs(
     for node in (a for a in arguments(graph.output_node()) if isinstance(a, fx.Node)):
         if not stage[node] or not token_dims(node, tokens):
             treatment = Treatment.AS_IS
-        elif _is_cache(node, written):
+        elif _taken_from(node, slotted):
             treatment = Treatment.COMPACT
+        elif _taken_from(node, written):
+            raise refuse(
+                Category.CACHE,
+                "keys and values go to a cache that cannot say which tokens it holds",
+                "pass transformers' own DynamicCache (not offloaded), or none; or set use_cache=False",
+            )
         elif shape(node) == shape(end):
             treatment = Treatment.RESTORE
         else:
@@ -127,9 +133,9 @@ def read_outputs(
     return tuple(outputs)
 
 
-def _is_cache(node: fx.Node, written: set[fx.Node]) -> bool:
-    """Whether an output is keys or values that a site wrote, or the slots that belong to them."""
-    while node not in written and not is_op(node, "bind_slots"):
+def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:
+    """Whether an output is one of the values in `rows`, some of their rows, or the slots that belong to them."""
+    while node not in rows and not is_op(node, "bind_slots"):
         if name_of(node) not in ("getitem", "contiguous") or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
