@@ -18,13 +18,25 @@ MAX_HEAD_DIM = 256
 
 @scoring.score.register_kernel("cuda")
 def _score(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float, last_n: int, block_size: int, score_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    last_n: int,
+    block_size: int,
+    score_dtype: torch.dtype,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     # float32 keys have three tf32 products a tile, and wide ones do not fit; such models are tests, not loads
     covered = score_dtype == torch.float32 and block_size in BLOCK_SIZES and q.shape[-1] <= MAX_HEAD_DIM
-    if not covered or q.dtype not in (torch.bfloat16, torch.float16):
-        return scoring.score_reference(q, k, cu_seqlens, scale, last_n, block_size, score_dtype)
-    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size)
+    if not covered or q.dtype not in (torch.bfloat16, torch.float16) or sinks is not None or bias is not None:
+        return scoring.score_reference(
+            q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap, sinks, bias, slots
+        )
+    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap)
 
 
 @scoring.select.register_kernel("cuda")

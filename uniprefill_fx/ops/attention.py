@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uniprefill_fx.ops.scoring import requests
+from uniprefill_fx.ops.scoring import requests, with_terms
 
 QUERY_ROWS = 256  # rows of queries that get an explicit mask at a time: bounds the mask to QUERY_ROWS x visible keys
 
@@ -23,6 +25,9 @@ def attention(
     scale: float | None,
     window: int | None,
     chunk: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
 
@@ -37,73 +42,91 @@ def attention(
             keys); absent: each batch row is one request.
         key_mask: (batch, slots) bool, False where a token is padding; absent: none is.
         scale: factor on the logits; absent: head_dim ** -0.5.
+        softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
+        sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
+        bias: (..., heads, 1, slots), added to the logits by head and key slot (alibi).
 
     Returns:
         (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
     """
     spans = [(0, k.shape[2])] if cu_seqlens is None else requests(cu_seqlens)
+    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias)
     if len(spans) == 1:
-        out = _one_request(q, k, v, q_slots, k_slots, key_mask, scale, window, chunk)
+        out = _one_request(q, k, v, q_slots, k_slots, terms)
     else:
         parts = []
         for start, end in spans:
             a = None if q_slots is None else q_slots[start:end]
             b = None if k_slots is None else k_slots[start:end]
-            parts.append(
-                _one_request(
-                    q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], a, b, key_mask, scale, window, chunk
-                )
-            )
+            parts.append(_one_request(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], a, b, terms))
         out = torch.cat(parts, dim=2)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @attention.register_fake
-def _(q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk):  # type: ignore[no-untyped-def]
+def _(q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, softcap=None, sinks=None, bias=None):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
+class Terms(NamedTuple):
+    """What shapes the logits of one attention; see `attention`."""
+
+    key_mask: Tensor | None
+    scale: float | None
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    bias: Tensor | None
+
+
 def _one_request(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
+    q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, terms: Terms
 ) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    if window is None and chunk is None and key_mask is None and queries in (1, keys):
+    masked = terms.window is not None or terms.chunk is not None or terms.key_mask is not None
+    plain = terms.softcap is None and terms.sinks is None and terms.bias is None
+    if plain and not masked and queries in (1, keys):
         # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=terms.scale, enable_gqa=grouped)
     if k_slots is None or q_slots is None:
         k_slots = torch.arange(keys, device=k.device)
         q_slots = k_slots[keys - queries :]
     parts = []
-    for first, last, low, high in _visible(q_slots, k_slots, window, chunk):
+    for first, last, low, high in _visible(q_slots, k_slots, terms.window, terms.chunk):
         a, b = q_slots[first:last, None], k_slots[None, low:high]
         seen = b <= a
-        if window is not None:
-            seen &= a - b < window
-        if chunk is not None:
-            seen &= a // chunk == b // chunk
+        if terms.window is not None:
+            seen &= a - b < terms.window
+        if terms.chunk is not None:
+            seen &= a // terms.chunk == b // terms.chunk
         mask = seen[None, None]
-        if key_mask is not None:
-            mask = mask & key_mask[:, k_slots[low:high]][:, None, None]
-        parts.append(
-            F.scaled_dot_product_attention(
-                q[:, :, first:last],
-                k[:, :, low:high],
-                v[:, :, low:high],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=grouped,
+        if terms.key_mask is not None:
+            mask = mask & terms.key_mask[:, k_slots[low:high]][:, None, None]
+        rows, some_k, some_v = q[:, :, first:last], k[:, :, low:high], v[:, :, low:high]
+        if plain:
+            out = F.scaled_dot_product_attention(
+                rows, some_k, some_v, attn_mask=mask, scale=terms.scale, enable_gqa=grouped
             )
-        )
+        else:
+            out = _spelled_out(rows, some_k, some_v, mask, k_slots[low:high], terms)
+        parts.append(out)
     return torch.cat(parts, dim=2)
+
+
+def _spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor, terms: Terms) -> Tensor:
+    """Attention with terms that SDPA has no argument for; softmax in float32."""
+    groups = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
+    scores = (q @ k.repeat_interleave(groups, 1).transpose(2, 3)).float() * scale
+    scores = with_terms(scores, terms.softcap, terms.bias, k_slots).masked_fill(~mask, -torch.inf)
+    if terms.sinks is not None:
+        sinks = terms.sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.to(v.dtype) @ v.repeat_interleave(groups, 1)
 
 
 def _visible(

@@ -25,6 +25,16 @@ def block_bounds(start: int, end: int, request: int, block_size: int) -> tuple[i
     return first, first + math.ceil((end - start) / block_size)
 
 
+def with_terms(scores: Tensor, softcap: float | None, bias: Tensor | None, slots: Tensor | None) -> Tensor:
+    """Soft-capping, then the bias of the key slots: scores (batch, heads, queries, keys), slots (keys,)."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        by_slot = bias.reshape(-1, scores.shape[1], 1, bias.shape[-1])
+        scores = scores + (by_slot if slots is None else by_slot[..., slots]).to(scores.dtype)
+    return scores
+
+
 def score_reference(
     q: Tensor,
     k: Tensor,
@@ -33,6 +43,10 @@ def score_reference(
     last_n: int,
     block_size: int,
     score_dtype: torch.dtype,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Attention mass that the last queries of each request give to each block of its keys.
 
@@ -41,11 +55,13 @@ def score_reference(
         cu_seqlens: (requests + 1,) int32, first 0, last `tokens`.
         scale: factor on the logits. last_n: queries a request is scored with (fewer when it is shorter).
         block_size: tokens a block. score_dtype: dtype of softmax and sums.
+        softcap, sinks, bias: as for `uniprefill::attention`; slots: (tokens,) int64, what `bias` is read by.
 
     Returns:
         (tokens // block_size + requests,) in `score_dtype`; see the module docstring for the order.
     """
     heads, tokens = q.shape[1], q.shape[2]
+    by_head = None if bias is None else bias.reshape(1, heads, 1, bias.shape[-1])
     groups = heads // k.shape[1]
     scores = torch.zeros(tokens // block_size + cu_seqlens.shape[0] - 1, dtype=score_dtype, device=q.device)
     for r, (start, end) in enumerate(requests(cu_seqlens)):
@@ -56,7 +72,12 @@ def score_reference(
         mass = torch.zeros(length, dtype=score_dtype, device=q.device)
         for head in range(heads):  # a head at a time: the n x N score matrix of all heads need not exist at once
             logits = (queries[head] @ keys[head // groups].T) * scale
-            mass += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum(0)
+            own = None if by_head is None else by_head[:, head : head + 1].to(score_dtype)
+            logits = with_terms(logits[None, None], softcap, own, None if slots is None else slots[start:end])[0, 0]
+            logits = logits.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks.reshape(-1)[head].to(score_dtype).expand(n, 1)], 1)
+            mass += logits.softmax(-1)[:, :length].sum(0)
         first, last = block_bounds(start, end, r, block_size)
         padded = torch.nn.functional.pad(mass, (0, (last - first) * block_size - length))
         scores[first:last] = padded.view(last - first, block_size).sum(-1)
@@ -67,7 +88,7 @@ score = torch.library.custom_op("uniprefill::score", score_reference, mutates_ar
 
 
 @score.register_fake
-def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype):  # type: ignore[no-untyped-def]
+def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap=None, sinks=None, bias=None, slots=None):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=score_dtype)
 
 

@@ -64,7 +64,9 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
         keys, values = site.stored
         k, v = keys.rows, values.rows
         one = meta(site.q).shape[2] == 1
-        if not (one and site.mask.full and key_mask is None):  # one query sees all that is stored: no slots needed
+        if not (
+            one and site.mask.full and key_mask is None and site.bias is None
+        ):  # one query sees all that is stored: no slots needed
             k_slots = keys.slots
             queries = 1 if one else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
             if isinstance(keys.seen, int) and isinstance(queries, int):
@@ -75,5 +77,19 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
             q_slots = graph.call_function(torch.arange, (first, keys.seen), {"device": device})
     return graph.call_function(
         ops.attention.default,
-        (site.q, k, v, q_slots, k_slots, None, key_mask, site.scale, site.mask.window, site.mask.chunk),
+        (
+            site.q,
+            k,
+            v,
+            q_slots,
+            k_slots,
+            None,
+            key_mask,
+            site.scale,
+            site.mask.window,
+            site.mask.chunk,
+            site.softcap,
+            site.sinks,
+            site.bias,
+        ),
     )

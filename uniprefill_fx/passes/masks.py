@@ -8,6 +8,7 @@ not understood becomes an opaque function of those axes. `classify` then sorts t
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.values import expression, meta, name_of
+from uniprefill_fx.passes.values import expression, meta, name_of, peel
 
 AXES = sympy.symbols("axis0:8", integer=True)
 BATCH, HEAD, QUERY, KEY = AXES[:4]
@@ -54,7 +55,7 @@ class MaskKind:
         return kind + (", padding mask" if self.key_mask is not None else "")
 
 
-class _Reader:
+class MaskReader:
     """Evaluates nodes to sympy expressions of their own axes."""
 
     def __init__(self) -> None:
@@ -71,6 +72,28 @@ class _Reader:
         shift = ndim - fake.ndim
         found = self.node(value)
         return found.xreplace({AXES[i]: AXES[i + shift] for i in range(fake.ndim)}) if shift else found
+
+    def visible(self, mask: fx.Node) -> Any:
+        """What a mask lets a query see: true of a boolean one, 0 (and not a very low number) of an additive one."""
+        if meta(mask).dtype == torch.bool:
+            return _truth(self.read(mask, 4))
+        source = peel(mask, ("to", "expand", "contiguous", "float", "type_as"))
+        name, args = name_of(source), source.args
+        shift = 4 - meta(source).ndim
+        if name == "where" and _is_zero(args[1]) and _is_low(args[2]) and isinstance(args[0], fx.Node):
+            return _truth(self.read(args[0], 4))
+        if name == "where" and _is_low(args[1]) and _is_zero(args[2]) and isinstance(args[0], fx.Node):
+            return sympy.Not(_truth(self.read(args[0], 4)))
+        if name == "masked_fill" and _is_low(args[2]) and self.read(args[0], 4) == 0 and isinstance(args[1], fx.Node):
+            return sympy.Not(_truth(self.read(args[1], 4)))
+        if name == "triu" and isinstance(args[0], fx.Node) and _is_filled_low(args[0]):
+            row, column = AXES[meta(source).ndim - 2 + shift], AXES[meta(source).ndim - 1 + shift]
+            return sympy.Lt(column, row + _diagonal(source))
+        raise refuse(
+            Category.MASK,
+            f"an additive mask that is neither 0 nor very low: `{name or source.name}`",
+            "such a layer stays dense",
+        )
 
     def node(self, node: fx.Node) -> Any:
         if node not in self.memo:
@@ -108,6 +131,9 @@ class _Reader:
         if name in CASTS and isinstance(args[0], fx.Node) and meta(args[0]).ndim == ndim:
             inner = self.node(args[0])
             return _truth(inner) if meta(node).dtype == torch.bool and name not in ("contiguous", "clone") else inner
+        if name in ("tril", "triu") and isinstance(args[0], fx.Node) and self.node(args[0]) in (1, sympy.true):
+            row, column = AXES[ndim - 2], AXES[ndim - 1] - _diagonal(node)
+            return sympy.Le(column, row) if name == "tril" else sympy.Ge(column, row)
         if name in ("expand", "expand_as"):
             return self.read(args[0], ndim)
         if name == "unsqueeze":
@@ -159,17 +185,44 @@ def _truth(value: Any) -> Any:
     return value if boolean else sympy.Ne(value, 0)
 
 
-def classify(mask: fx.Node, queries: sympy.Expr) -> MaskKind:
-    """The kind of a boolean mask (batch, heads, queries, keys).
+def _diagonal(node: fx.Node) -> int:
+    diagonal = node.kwargs.get("diagonal", node.args[1] if len(node.args) > 1 else 0)
+    if not isinstance(diagonal, int):
+        raise refuse(Category.MASK, f"a triangle that starts at {diagonal}", "such a layer stays dense")
+    return diagonal
+
+
+def _scalar(value: Any) -> float | None:
+    """A number, or a 0-d tensor made from one."""
+    if isinstance(value, fx.Node) and name_of(value) in ("tensor", "full", "scalar_tensor"):
+        value = value.args[-1] if name_of(value) == "full" else value.args[0]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _is_zero(value: Any) -> bool:
+    return _scalar(value) == 0.0
+
+
+def _is_low(value: Any) -> bool:
+    """Minus infinity, or so low that its exponential is 0."""
+    number = _scalar(value)
+    return number is not None and number <= -1e4
+
+
+def _is_filled_low(node: fx.Node) -> bool:
+    fill = node.args[1] if name_of(node) in ("full", "full_like", "new_full") and len(node.args) > 1 else None
+    return _is_low(node.kwargs.get("fill_value", fill))
+
+
+def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> MaskKind:
+    """The kind of masks (batch, heads, queries, keys) that apply together; a flag marks those of what is hidden.
 
     Raises:
         RefusalError: a conjunct is none of: causal, sliding window, chunk, padding of keys.
     """
-    fake = meta(mask)
-    if not isinstance(fake, torch.Tensor) or fake.dtype != torch.bool:
-        raise refuse(Category.MASK, f"a {getattr(fake, 'dtype', type(fake))} mask", "only boolean masks are read")
-    reader = _Reader()
-    condition = _truth(reader.read(mask, 4))
+    reader = MaskReader()
+    seen = [sympy.Not(reader.visible(mask)) if hides else reader.visible(mask) for mask, hides in masks]
+    condition = sympy.And(*seen)
     query = sympy.Integer(0) if queries == 1 else QUERY
     offset = window = chunk = key_mask = None
     unsettled = []

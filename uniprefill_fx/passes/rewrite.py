@@ -46,6 +46,7 @@ class _Rewriter:
         self.value: dict[tuple[fx.Node, int], Any] = {}
         self.drop_at = {drop.site.node: i + 1 for i, drop in enumerate(plan.drops)}
         self.site_at = {site.node: site for site in plan.sites}
+        self.interior = frozenset().union(*(site.interior for site in plan.sites if site.mask is not None))
         self.windowed = {s.k for s in plan.sites if s.mask is not None and not s.mask.full}
         self.count: list[Any] = []  # by stage: number of rows, rows kept of the stage before, slots, cu_seqlens
         self.rows: list[Any] = [None]
@@ -75,6 +76,8 @@ class _Rewriter:
         site = self.site_at.get(node)
         if site is not None and site.mask is not None:
             return self._attention(site, stage)
+        if node in self.interior:
+            return None
         if is_op(node, "bind_slots"):
             if stage and node.args[1] in self.windowed and self.config.window == "index":
                 return self._index_slots(stage)
@@ -144,23 +147,28 @@ class _Rewriter:
         if stage:
             index = not site.mask.full and self.config.window == "index"
             slots = self._index_slots(stage) if index else self.slots[stage]
-        scale = self.at(site.scale, stage)
+        # sinks and bias are by head and by slot: whole at every stage
+        terms = (site.softcap, self.at(site.sinks, 0), self.at(site.bias, 0))
         out = self.graph.call_function(
-            ops.attention.default, (q, k, v, slots, slots, None, None, scale, site.mask.window, site.mask.chunk)
+            ops.attention.default,
+            (q, k, v, slots, slots, None, None, site.scale, site.mask.window, site.mask.chunk, *terms),
         )
         out.meta = {key: site.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in site.node.meta}
         ordinal = self.drop_at.get(site.node)
         if ordinal is not None:
-            self._drop(ordinal, q, k, scale)
+            self._drop(ordinal, q, k, site.scale, terms)
         return out
 
-    def _drop(self, ordinal: int, q: fx.Node, k: fx.Node, scale: Any) -> None:
+    def _drop(self, ordinal: int, q: fx.Node, k: fx.Node, scale: Any, terms: tuple[Any, Any, Any]) -> None:
         drop, config, stage = self.plan.drops[ordinal - 1], self.config, ordinal - 1
         if scale is None:
             scale = float(meta(drop.site.q).shape[-1]) ** -0.5
         cu = self.cu_seqlens[stage]
         dtype = getattr(torch, config.score_dtype)
-        scores = self.graph.call_function(ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype))
+        slots = None if terms[2] is None else self.slots[stage]  # a bias is read by slot
+        scores = self.graph.call_function(
+            ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype, *terms, slots)
+        )
         chosen = self.graph.call_function(
             ops.select.default,
             (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -11,6 +11,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.passes.masks import MaskKind, classify
+from uniprefill_fx.passes.spelled import read_spelled
 from uniprefill_fx.passes.values import decoder_layer, expression, is_op, meta, module_path, name_of, shape
 
 
@@ -34,6 +35,8 @@ class Site:
         scale: a number, a node, or None for head_dim ** -0.5.
         mask: what a query sees; None when refused.
         stored: where k and v come from when they come from a cache; None when they are all new.
+        softcap, sinks, bias: further terms of the logits, see `ops.attention`.
+        interior: nodes between q, k, v and the output that go away with the op; the op itself among them.
         layer: decoder layer, from the module path; without one, the ordinal among the sites.
         path: module path, "" if unknown.
     """
@@ -48,6 +51,10 @@ class Site:
     layer: int
     path: str
     refusal: Refusal | None = None
+    softcap: float | None = None
+    sinks: fx.Node | None = None
+    bias: fx.Node | None = None
+    interior: frozenset[fx.Node] = frozenset()
 
     @property
     def fresh(self) -> bool:
@@ -57,24 +64,70 @@ class Site:
 
 def find_sites(graph: fx.Graph) -> list[Site]:
     """All attention ops, in graph order. Never raises: what is not understood becomes a refused site."""
-    nodes = [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]
-    layers = [decoder_layer(n) for n in nodes]
-    known = all(layer is not None for layer in layers) and len(set(layers)) == len(layers)
-    return [_read(node, layers[i] if known else i) for i, node in enumerate(nodes)]
+    found = [site for node in graph.nodes if (site := _read(node)) is not None]
+    layers = [site.layer for site in found]
+    if None in layers or len(set(layers)) != len(layers):  # no module path: count the sites
+        found = [replace(site, layer=i) for i, site in enumerate(found)]
+    return found
 
 
-def _read(node: fx.Node, layer: int | None) -> Site:
-    assert layer is not None
-    bound = _bind(node)
-    q, k, v = (_unrepeat(bound[name], bound["query"]) for name in ("query", "key", "value"))
-    mask, stored, refusal = None, None, None
+def _read(node: fx.Node) -> Site | None:
+    layer: Any = decoder_layer(node)
     try:
-        mask = _mask(node, bound)
-        stored = _stored(k, v)
+        if node.target is F.scaled_dot_product_attention:
+            return _fused(node, layer)
+        if name_of(node) == "softmax":
+            return _spelled(node, layer)
     except RefusalError as error:
         refusal = Refusal(error.refusal.category, error.refusal.seen, error.refusal.hint, layer)
-        mask = None
-    return Site(node, q, k, v, bound["scale"], mask, stored, layer, module_path(node), refusal)
+        return Site(node, node, node, node, None, None, None, layer, module_path(node), refusal)
+    return None
+
+
+def _fused(node: fx.Node, layer: int) -> Site:
+    bound = _bind(node)
+    mask = _mask(bound)
+    q, k, v = (_unrepeat(bound[name]) for name in ("query", "key", "value"))
+    stored = _stored(k, v)
+    return Site(node, q, k, v, bound["scale"], mask, stored, layer, module_path(node), interior=frozenset({node}))
+
+
+def _spelled(node: fx.Node, layer: int) -> Site | None:
+    found = read_spelled(node)
+    if found is None:
+        return None
+    q, k, v = found.q, _unrepeat(found.k), _unrepeat(found.v)
+    queries, keys = meta(q).shape[2], meta(k).shape[2]
+    masks, bias = [], found.bias
+    for mask, hides in found.masks:
+        fake = meta(mask)
+        if not hides and fake.is_floating_point() and expression(fake.shape[-2]) == 1 != expression(queries):
+            if bias is not None:
+                raise refuse(Category.ATTENTION, "two biases on the attention logits", "such a layer stays dense")
+            bias = mask  # the same for all queries: not a mask but a bias of keys (alibi)
+        else:
+            masks.append((mask, hides))
+    if masks:
+        kind = classify(masks, expression(queries))
+    elif expression(queries) == 1:
+        kind = MaskKind(expression(keys) - 1)
+    else:
+        raise refuse(Category.NON_CAUSAL, "attention without a mask", "only causal attention can drop")
+    return Site(
+        found.out,
+        q,
+        k,
+        v,
+        found.scale,
+        kind,
+        _stored(k, v),
+        layer,
+        module_path(node),
+        softcap=found.softcap,
+        sinks=found.sinks,
+        bias=bias,
+        interior=frozenset(found.interior),
+    )
 
 
 def _bind(node: fx.Node) -> dict[str, Any]:
@@ -85,7 +138,7 @@ def _bind(node: fx.Node) -> dict[str, Any]:
     return bound
 
 
-def _mask(node: fx.Node, bound: dict[str, Any]) -> MaskKind:
+def _mask(bound: dict[str, Any]) -> MaskKind:
     q_shape, k_shape = shape(bound["query"]), shape(bound["key"])
     assert q_shape is not None and k_shape is not None
     if len(q_shape) != 4:
@@ -94,7 +147,7 @@ def _mask(node: fx.Node, bound: dict[str, Any]) -> MaskKind:
         raise refuse(Category.ATTENTION, f"attention with dropout {bound['dropout_p']}", "call model.eval()")
     queries, keys = q_shape[2], k_shape[2]
     if bound["attn_mask"] is not None:
-        return classify(bound["attn_mask"], queries)
+        return classify([(bound["attn_mask"], False)], queries)
     if bound["is_causal"]:
         if queries != keys:
             raise refuse(
@@ -108,9 +161,9 @@ def _mask(node: fx.Node, bound: dict[str, Any]) -> MaskKind:
     raise refuse(Category.NON_CAUSAL, "attention without mask and without is_causal", "only causal attention can drop")
 
 
-def _unrepeat(node: fx.Node, query: fx.Node) -> fx.Node:
+def _unrepeat(node: fx.Node) -> fx.Node:
     """K or V before it was repeated for grouped queries: keys[:, :, None].expand(b, h, groups, s, d).reshape(...)."""
-    if name_of(node) != "reshape" or node is query:
+    if name_of(node) != "reshape":
         return node
     expand = node.args[0]
     if not isinstance(expand, fx.Node) or name_of(expand) != "expand":

@@ -67,11 +67,12 @@ def stages(
     late = _written_later(graph, tokens, begins, tail)
     found: dict[fx.Node, int] = {}
     site_of = {site.node: site for site in sites}
+    interior = frozenset().union(*(site.interior for site in sites if site.mask is not None))
     for node in graph.nodes:
         inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in tail]
         found[node] = 0 if node in tail or node.op == "output" else max(inputs, default=0)
         found[node] = max(found[node], late.get(node, 0))
-        if found[node] and node not in site_of and node not in late:
+        if found[node] and node not in site_of and node not in late and node not in interior:
             _check(node, found[node], found, tokens)
         if found[node] and node in site_of and site_of[node].mask is None:
             raise refuse(
@@ -153,7 +154,19 @@ def crossings(
     Raises:
         RefusalError: it can be neither gathered nor made again.
     """
-    reads = {site.node: {site.q, site.k, site.v} for site in sites}
+    understood = [site for site in sites if site.mask is not None]
+    interior = frozenset().union(*(site.interior for site in understood))
+    reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in interior}
+    for site in understood:
+        reads[site.node] = {site.q, site.k, site.v}
+        for operand in (site.bias, site.sinks):  # read whole, by slot, at every stage
+            if operand is not None and found[operand]:
+                raise refuse(
+                    Category.ATTENTION,
+                    f"a bias of the attention logits that is computed from kept tokens: {operand.name}",
+                    "such a layer stays dense",
+                    site.layer,
+                )
     moves: dict[fx.Node, Crossing] = {}
     for node in graph.nodes:
         for read in reads.get(node, node.all_input_nodes):
