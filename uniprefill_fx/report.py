@@ -34,9 +34,14 @@ class Report:
     call: LastCall | None
 
     @property
+    def decoder(self) -> Compilation:
+        """The graph that holds the decoder: the last one that drops, or else the one with the most layers."""
+        return max(self.compilations, key=lambda c: (bool(c.plan.drops), c.plan.num_layers))
+
+    @property
     def plan(self) -> Plan:
-        """The plan of the last graph: the one that may drop."""
-        return self.compilations[-1].plan
+        """The decisions about the decoder."""
+        return self.decoder.plan
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -46,12 +51,12 @@ class Report:
     @property
     def before(self) -> fx.GraphModule:
         """The graph as Dynamo traced it."""
-        return self.compilations[-1].before
+        return self.decoder.before
 
     @property
     def after(self) -> fx.GraphModule | None:
         """The rewritten graph; None when nothing is dropped."""
-        return self.compilations[-1].after
+        return self.decoder.after
 
     def __str__(self) -> str:
         plan, call = self.plan, self.call
@@ -77,7 +82,7 @@ class Report:
             lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")
         elif call is not None:
             lines.append(f"this prompt ran dense: {call.reason}")
-        seconds = {name: f"{s:.2f} s" for name, s in self.compilations[-1].seconds.items()}
+        seconds = {name: f"{s:.2f} s" for name, s in self.decoder.seconds.items()}
         lines.append("passes: " + ", ".join(f"{name} {s}" for name, s in seconds.items()))
         return "\n".join(lines)
 

@@ -21,9 +21,10 @@ from uniprefill_fx.passes.values import expression, is_op, meta
 
 
 def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
-    """A new backed SymInt, at least 2, with `hint` as the size it is traced with."""
+    """A new backed SymInt with `hint` as the number it is traced with: a size of at least 2, or any integer."""
     source = ConstantSource(name)
-    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    create = shape_env.create_symbol if hint > 1 else shape_env.create_unspecified_symbol
+    symbol = create(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     size = shape_env.create_symintnode(symbol, hint=hint, source=source)
     assert isinstance(size, torch.SymInt)
     return size

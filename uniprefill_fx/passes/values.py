@@ -95,15 +95,17 @@ def name_of(node: fx.Node) -> str:
 def written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The nodes whose storage this node writes: the first argument of an in-place operation, or `out=`."""
     name = name_of(node)
-    in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
-    in_place = in_place or (node.op == "call_function" and name in IN_PLACE_OPERATORS)
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
+        in_place = name in IN_PLACE_OPERATORS  # `operator.and_` ends so to differ from a keyword, and writes nothing
+    else:
+        in_place = name.endswith("_") and not name.endswith("__")
     written = [node.args[0]] if in_place and node.args else []
     written.append(node.kwargs.get("out"))
     return tuple(w for w in written if isinstance(w, fx.Node) and isinstance(meta(w), torch.Tensor))
 
 
 IN_PLACE_OPERATORS = frozenset(
-    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split(),
+    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split(),
 )
 
 
