@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from uniprefill_fx.ops.scoring import requests, with_terms
 
+# cuDNN plans anew for every number of keys, which in decode is every step of every length that layers hold.
+STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 QUERY_ROWS = 256  # rows of queries that get an explicit mask at a time: bounds the mask to QUERY_ROWS x visible keys
 
 
@@ -89,7 +93,8 @@ def _one_request(
     plain = terms.softcap is None and terms.sinks is None and terms.bias is None
     if plain and not masked and queries in (1, keys):
         # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=terms.scale, enable_gqa=grouped)
+        with sdpa_kernel(STEP_BACKENDS) if queries == 1 and q.is_cuda else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=terms.scale, enable_gqa=grouped)
     if k_slots is None or q_slots is None:
         k_slots = torch.arange(keys, device=k.device)
         q_slots = k_slots[keys - queries :]
