@@ -75,7 +75,7 @@ class Bench:
             "torch": torch.__version__,
             "triton": importlib.metadata.version("triton"),
             "transformers": transformers.__version__,
-            "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "out"},
             "options": self.options,
             "model": config.to_diff_dict(),
             "results": self.results,
