@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 
 class SlottedLayer(DynamicLayer):
@@ -135,6 +141,22 @@ class SlottedSlidingLayer(SlottedLayer):
             self._keep_last(self.sliding_window - 1)
 
 
+class SlottedHybridLayer(SlottedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[override, misc]
+    """The same for layers that hold keys and values beside the states of an SSM or linear attention."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
+        self.slots = self.timeline = None
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        SlottedLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        SlottedLayer.crop(self, tokens_to_remove)
+
+
 def adopt(cache: Any) -> None:
     """Give a still empty `DynamicCache` slotted layers; leave every other cache alone. Traced by Dynamo."""
     if type(cache) is not DynamicCache or cache.offloading:
@@ -144,5 +166,7 @@ def adopt(cache: Any) -> None:
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[index] = SlottedLayer()
+        elif type(layer) is LinearAttentionAndFullAttentionLayer and not layer.is_initialized:
+            cache.layers[index] = SlottedHybridLayer(layer.number_of_states)
         elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized:
             cache.layers[index] = SlottedSlidingLayer(layer.sliding_window, layer.record_past)

@@ -114,6 +114,7 @@ def read_outputs(
         if not stage[node] or not token_dims(node, tokens):
             treatment = Treatment.AS_IS
         elif _taken_from(node, slotted):
+            _check_readable(graph, sites)
             treatment = Treatment.COMPACT
         elif _taken_from(node, written):
             raise refuse(
@@ -131,6 +132,21 @@ def read_outputs(
             )
         outputs.append(Output(node, treatment))
     return tuple(outputs)
+
+
+def _check_readable(graph: fx.Graph, sites: Sequence[Site]) -> None:
+    """Refuse compact caches that a decode step could not read: it knows the rows of keys that attention reads itself.
+
+    Latents (MLA) are expanded to keys first, and keys that later layers share hold rows which those layers dropped.
+    """
+    read = [(site.k, site.v) for site in sites]
+    stored = [node.args[1:3] for node in graph.nodes if is_op(node, "bind_slots")]
+    if len(read) != len(stored) or any(read.count(rows) != 1 for rows in stored):
+        raise refuse(
+            Category.CACHE,
+            "a cache of latents, or of keys that several layers share",
+            "decode could not read it after a drop: a call that writes such a cache stays dense",
+        )
 
 
 def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:

@@ -18,7 +18,7 @@ from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_out
 from uniprefill_fx.passes.sites import Site, find_sites, token_count
 from uniprefill_fx.passes.stages import Crossing, crossings, stages
 from uniprefill_fx.passes.stream import entering, leaving, residual_adds
-from uniprefill_fx.passes.values import Ancestry, decoder_layer, expression, meta, name_of, peel
+from uniprefill_fx.passes.values import Ancestry, decoder_layer, expression, is_op, meta, name_of, peel
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Plan:
         tail: nodes behind the restored stream; empty when no output shows dropped rows.
         stream_end: the last value of the residual stream. outputs: what each leaf of the output becomes.
         exposure: what the tail shows of dropped rows.
+        past: whether keys of earlier tokens come in: a decode step or a later chunk.
         unpadded: placeholders of padding masks: all their elements must be nonzero for the plan to hold.
     """
 
@@ -58,12 +59,13 @@ class Plan:
     outputs: tuple[Output, ...] = ()
     exposure: Exposure = Exposure.NONE
     unpadded: tuple[fx.Node, ...] = ()
+    past: bool = False
 
     @property
     def prefill(self) -> bool:
         """Whether the graph takes a whole new prompt (and not a decode step or a later chunk)."""
         decoder = bool(self.sites) or self.num_layers > 0
-        return decoder and not any(site.stored for site in self.sites)
+        return decoder and not self.past
 
 
 def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None = None) -> Plan:
@@ -88,7 +90,9 @@ def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None
     except RefusalError as error:
         if error.refusal not in refusals:
             refusals.append(error.refusal)
-        return Plan(sites, num_layers, tuple(refusals))
+        stored = any(is_op(node, "logical_view") for node in graph.nodes)
+        later = any(site.mask is not None and site.mask.offset != 0 for site in sites)
+        return Plan(sites, num_layers, tuple(refusals), past=stored or later)
 
 
 def _plan(
@@ -169,7 +173,7 @@ def _no_site(config: PrefillConfig) -> RefusalError:
 
 
 def _padding_input(mask: fx.Node) -> fx.Node:
-    source = peel(mask, ("to", "bool", "contiguous"))
+    source = peel(mask, ("to", "bool", "contiguous", "view", "reshape"))
     if source.op != "placeholder":
         raise refuse(Category.PADDING, f"a padding mask computed in the graph: {source.name}", "pass a 2-D mask")
     return source

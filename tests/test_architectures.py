@@ -1,0 +1,152 @@
+"""Thirty architectures against the stock model that cannot see what was dropped (`arch_reference`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from arch_builders import ARCHS, Arch
+from arch_reference import Expected, StockReference
+from eager_reference import DropSpec
+from exactness import TIE, assert_differs, assert_near, options_of
+from torch import Tensor
+from transformers import DynamicCache
+
+import uniprefill_fx
+from uniprefill_fx import LastCall
+
+LENGTHS = (611, 437, 702)  # no multiples of a block, a chunk of a recurrence, or a window
+NEW = 8
+QUICK = {"gpt_oss", "bloom", "falcon_h1", "gemma2"}
+NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHS]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def spec_of(arch: Arch) -> DropSpec:
+    return DropSpec(arch.drops, p=arch.p, block_size=16, last_n=32, sink_tokens=16)
+
+
+def prompt_ids(length: int) -> Tensor:
+    return torch.randint(3, 256, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+class Subject:
+    """One architecture, compiled for the backend, with its references."""
+
+    def __init__(self, name: str) -> None:
+        self.arch = ARCHS[name]
+        self.spec = spec_of(self.arch) if self.arch.drops else None
+        self.reference = StockReference(self.arch)
+        self.stock, self.model = self.arch.build(), self.arch.build()
+        options = options_of(spec_of(self.arch)) | {"drop_layers": "all"}
+        self.model.compile(backend="uniprefill", options=options)
+        self.last_only = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    @torch.inference_mode()
+    def prefill(self, length: int) -> tuple[Tensor, LastCall]:
+        """The compiled model's logits of the last position (1, vocabulary), and its record of the call."""
+        before = uniprefill_fx.last_call()
+        only: dict[str, Any] = {"logits_to_keep": 1} if self.last_only else {}
+        logits = self.model(prompt_ids(length), **only).logits[:, -1]
+        call = uniprefill_fx.last_call()
+        assert call is not None and call is not before
+        return logits, call
+
+    @torch.inference_mode()
+    def dense(self, length: int) -> Tensor:
+        return self.stock(prompt_ids(length)).logits[:, -1]
+
+    @torch.inference_mode()
+    def generate(self, length: int) -> Any:
+        return self.model.generate(
+            prompt_ids(length),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+
+    def expected(self, ids: Tensor, prompt: int) -> Expected:
+        want = self.reference.run(ids, prompt, self.spec)
+        for layer, selection in want.selections.items():
+            assert min(selection.margin, selection.gap) > TIE, f"a tie at layer {layer}: choose another prompt"
+        return want
+
+
+def assert_dropped_as(call: LastCall, want: Expected, arch: Arch, length: int) -> None:
+    """The backend dropped where it should, the rows that the reference chose itself."""
+    assert call.dropped and call.reason is None and call.tokens == length, str(call)
+    assert tuple(call.kept) == arch.drops
+    for layer, positions in want.kept.items():
+        assert torch.equal(call.kept[layer], positions), f"kept set after layer {layer}"
+    assert list(call.rows) == want.rows
+    lengths = [len(positions) for positions in call.kept.values()]
+    assert all(after < before for before, after in zip([length, *lengths], lengths, strict=False)), lengths
+
+
+def assert_dense_because(call: LastCall, category: str) -> None:
+    assert not call.dropped and call.reason is not None
+    assert call.reason.category.value == category, str(call)
+
+
+def assert_cache_holds(cache: Any, config: Any, rows: list[int], new: int) -> None:
+    """Each attention layer holds the prompt's rows that entered it and the new tokens, its window permitting."""
+    held = DynamicCache(config=config).layers
+    assert len(cache.layers) == len(held)
+    for layer, (kind, entries) in enumerate(zip(held, cache.layers, strict=True)):
+        keys = getattr(entries, "keys", None)
+        if keys is None:
+            continue
+        window = getattr(kind, "sliding_window", None)
+        want = rows[layer] + new if window is None else min(rows[layer] + new, window - 1)
+        assert keys.shape[-2] == want, f"layer {layer} holds {keys.shape[-2]} keys, not {want}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_architecture(name: str) -> None:
+    subject = Subject(name)
+    arch = subject.arch
+    assert_near(subject.reference.run(prompt_ids(LENGTHS[0]), LENGTHS[0], None).logits, subject.dense(LENGTHS[0]))
+    for length in LENGTHS:
+        got, call = subject.prefill(length)
+        if arch.dense is not None:
+            assert_dense_because(call, arch.dense)
+            assert_near(got, subject.dense(length))
+            continue
+        want = subject.expected(prompt_ids(length), length)
+        assert_dropped_as(call, want, arch, length)
+        assert_near(got, want.logits)
+        assert_differs(got, subject.dense(length))
+    if name == "minimax":  # lightning attention is a method that loops over blocks: a graph for each number of them
+        pytest.xfail("compiles for each number of blocks until its mixer can be registered")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate(name: str) -> None:
+    subject = Subject(name)
+    arch, length = subject.arch, LENGTHS[0]
+    out = subject.generate(length)
+    call = uniprefill_fx.last_call()
+    assert call is not None and out.sequences.shape == (1, length + NEW)
+    why_dense = arch.dense or arch.dense_generate
+    if why_dense is None:
+        want = subject.expected(out.sequences[:, :-1], length)
+        assert_dropped_as(call, want, arch, length)
+    else:
+        assert_dense_because(call, why_dense)
+        want = subject.reference.run(out.sequences[:, :-1], length, None)
+    assert_near(torch.cat(out.logits), want.logits)
+    assert_cache_holds(out.past_key_values, subject.model.config, want.rows, NEW - 1)
