@@ -15,6 +15,7 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.17.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 # Threads that wait give up their core. Where other programs want the same cores, spinning ones cost many times that.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -28,7 +29,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -81,11 +81,12 @@ def compile_graph(
     began = time.perf_counter()
     write_constants(gm)
     remove_augmented_assignments(gm)
-    plan = make_plan(gm, config, _blocked(gm, example_inputs))
+    blocked = _blocked(gm, example_inputs)
+    plan = make_plan(gm, config, blocked)
     trace_symbolic(plan, gm, example_inputs)
     done = Compilation(plan, copy_module(gm) if observer is not None else gm)
     done.seconds["plan"] = time.perf_counter() - began
-    if config.strict and plan.prefill and plan.refusals:
+    if config.strict and plan.prefill and plan.refusals and plan.refusals[-1].category is not Category.TOO_SHORT:
         raise StrictError(str(plan.refusals[-1]))
     if plan.drops:
         try:
@@ -99,7 +100,9 @@ def compile_graph(
             done.plan = replace(plan, drops=(), refusals=(*plan.refusals, failure))
     if done.run is None:
         marks = LengthMarks(gm)
-        done.run = Undropped(inner(_lower(gm), example_inputs), marks, plan.prefill, done.plan.refusals)
+        # Our ops have no backward: a graph that needs gradients keeps the model's own attention.
+        kept = gm if blocked is not None and blocked.category is Category.GRADIENTS else _lower(gm)
+        done.run = Undropped(inner(kept, example_inputs), marks, plan.prefill, done.plan.refusals)
     for refusal in done.plan.refusals if plan.prefill else ():
         log.info("stays dense: %s", refusal)
     if observer is not None:

@@ -71,8 +71,10 @@ class SlottedLayer(DynamicLayer):
     def _keep_last(self, rows: int) -> None:
         assert self.keys is not None and self.values is not None and self.slots is not None
         # Copies, not views: a view would keep all rows alive, and its strides would fix the prompt length in a trace.
-        self.keys, self.values = self.keys[:, :, -rows:].contiguous(), self.values[:, :, -rows:].contiguous()
-        self.slots = self.slots[-rows:]
+        own = torch.contiguous_format
+        self.keys = self.keys[:, :, -rows:].clone(memory_format=own)
+        self.values = self.values[:, :, -rows:].clone(memory_format=own)
+        self.slots = self.slots[-rows:].clone()
 
     def get_seq_length(self) -> int:
         """Tokens seen, dropped ones included."""

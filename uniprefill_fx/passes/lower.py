@@ -38,6 +38,8 @@ def lower_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> int:
         new.meta = dict(site.node.meta)
         site.node.replace_all_uses_with(new)
         replaced += 1
+    if not replaced:
+        return 0
     for node in list(gm.graph.nodes):
         if is_op(node, "bind_slots"):
             node.replace_all_uses_with(node.args[0])

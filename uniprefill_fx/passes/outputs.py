@@ -152,7 +152,7 @@ def _check_readable(graph: fx.Graph, sites: Sequence[Site]) -> None:
 def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:
     """Whether an output is one of the values in `rows`, some of their rows, or the slots that belong to them."""
     while node not in rows and not is_op(node, "bind_slots"):
-        if name_of(node) not in ("getitem", "contiguous") or not isinstance(node.args[0], fx.Node):
+        if name_of(node) not in ("getitem", "contiguous", "clone") or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
     return True

@@ -227,4 +227,7 @@ def clean(gm: fx.GraphModule) -> None:
 
 
 def _keeps(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or bool(written_nodes(node)) or node.is_impure()
+    # Masks made by vmap enter and leave its levels by nodes that nobody reads.
+    levels = getattr(node.target, "__module__", None) or ""
+    kept = node.op in ("placeholder", "output") or levels.startswith("torch._functorch")
+    return kept or bool(written_nodes(node)) or node.is_impure()

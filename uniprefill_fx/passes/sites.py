@@ -59,7 +59,9 @@ class Site:
     @property
     def fresh(self) -> bool:
         """A whole new prompt: the keys are those of the queries, and nothing was stored before."""
-        return self.stored is None and self.mask is not None and self.mask.offset == 0
+        if self.stored is not None or self.mask is None or self.mask.offset != 0:
+            return False
+        return expression(meta(self.q).shape[2]) == expression(meta(self.k).shape[2])
 
 
 def find_sites(graph: fx.Graph) -> list[Site]:
@@ -146,6 +148,8 @@ def _mask(bound: dict[str, Any]) -> MaskKind:
     if bound["dropout_p"] != 0:
         raise refuse(Category.ATTENTION, f"attention with dropout {bound['dropout_p']}", "call model.eval()")
     queries, keys = q_shape[2], k_shape[2]
+    if queries == keys == 1:
+        return MaskKind(sympy.Integer(0))  # one token sees itself, whatever the mask says
     if bound["attn_mask"] is not None:
         return classify([(bound["attn_mask"], False)], queries)
     if bound["is_causal"]:
@@ -210,6 +214,8 @@ def token_count(sites: list[Site]) -> sympy.Symbol:
     if not fresh:
         raise refuse(Category.PAST, "attention over a cache", "tokens are dropped from whole new prompts only")
     count = expression(meta(fresh[0].q).shape[2])
+    if count == 1:
+        raise refuse(Category.TOO_SHORT, "a prompt of one token", "there is nothing to drop")
     if not isinstance(count, sympy.Symbol):
         raise refuse(
             Category.TOKEN_AXIS,

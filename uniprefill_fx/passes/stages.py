@@ -74,10 +74,11 @@ def stages(
         found[node] = max(found[node], late.get(node, 0))
         if found[node] and node not in site_of and node not in late and node not in interior:
             _check(node, found[node], found, tokens)
-        if found[node] and node in site_of and site_of[node].mask is None:
+        if found[node] and node in site_of and not site_of[node].fresh:
+            why = site_of[node].refusal or "its keys are not those of its queries"
             raise refuse(
                 Category.ATTENTION,
-                f"attention behind a drop that is not understood: {site_of[node].refusal}",
+                f"attention behind a drop that is not understood: {why}",
                 "drop tokens in later layers only, or in none",
                 site_of[node].layer,
             )
@@ -107,6 +108,14 @@ def _check(node: fx.Node, stage: int, found: dict[fx.Node, int], tokens: sympy.S
             Category.TOKEN_OP,
             f"`{name}` relates tokens to tokens, shape {tuple(meta(node).shape)}",
             "only recognised attention may; register it as a mixer, or drop tokens behind it",
+        )
+    base = node.args[0] if node.args else None
+    buffer = isinstance(base, fx.Node) and isinstance(meta(base), torch.Tensor) and not token_dims(base, tokens)
+    if name in ("getitem", "narrow") and token_dims(node, tokens) and buffer:
+        raise refuse(
+            Category.TOKEN_OP,
+            f"the first rows of `{base}`, one for each token of the prompt, are taken",
+            "the kept tokens are not the first ones",
         )
     for argument in arguments(node):
         if isinstance(argument, fx.Node) and isinstance(meta(argument), torch.SymInt | int | torch.SymFloat):
@@ -138,6 +147,12 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
     for node in graph.nodes:
         for target in written_nodes(node):
             for alias in aliases(target):
+                if found[node] and alias.op == "placeholder":
+                    raise refuse(
+                        Category.CACHE,
+                        f"kept rows are written into `{alias.name}`, a buffer that comes from outside (StaticCache?)",
+                        "pass transformers' DynamicCache, or none; such a call stays dense",
+                    )
                 if token_dims(alias, tokens) and found[alias] != found[node]:
                     raise refuse(
                         Category.MUTATION,

@@ -1,0 +1,30 @@
+"""Fixtures of the tests that compile models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from checkpoints import NAMES, folder
+from exactness import Case, Compiled
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # the models are small: more threads only disturb one another
+
+
+@pytest.fixture(params=NAMES)
+def checkpoint(request: pytest.FixtureRequest) -> str:
+    """The name of each checkpoint that is here."""
+    folder(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
+    """A `Case` (indirect), compiled once for all tests of a module that name it."""
+    assert isinstance(request.param, Case)
+    yield Compiled(request.param)
+    torch._dynamo.reset()

@@ -1,0 +1,213 @@
+"""The rewritten graph: its shapes, its operations, and that nothing in it is as large as tokens by tokens."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from checkpoints import TWO_LAYERS, fresh, needle_ids
+from eager_reference import DropSpec
+from exactness import SHARP, options_of
+from expecttest import TestCase
+from tiny import tiny_gemma3, tiny_llama, token_ids
+from torch import fx
+
+import uniprefill_fx
+
+SPEC = DropSpec((0,), p=0.7, block_size=16, last_n=16, sink_tokens=16)
+SHOWN = frozenset(
+    "embedding linear scaled_dot_product_attention le attention score select compact restore bind_slots cat".split()
+)
+
+
+def operation(node: fx.Node) -> str:
+    """The name of what a node calls, the same for functions, methods and overloads."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0]
+
+
+def value(node: fx.Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def tensors(item: Any) -> list[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        return [item]
+    return [t for part in item for t in tensors(part)] if isinstance(item, tuple | list) else []
+
+
+def symbols(size: Any) -> set[sympy.Symbol]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def listing(gm: fx.GraphModule) -> str:
+    """One line for each operation that shows what the pass does; lengths are called N, K1, K2 as they appear."""
+    names: dict[str, str] = {}
+
+    def renamed(size: Any) -> str:
+        return re.sub(r"\b[su]\d+\b", lambda m: names.setdefault(m[0], f"K{len(names)}" if names else "N"), str(size))
+
+    lines = []
+    for node in gm.graph.nodes:
+        shapes = ["(" + ", ".join(map(renamed, t.shape)) + ")" for t in tensors(value(node))]
+        if operation(node) in SHOWN:
+            lines.append(f"{operation(node)} {' '.join(shapes)}")
+    return "\n".join(lines)
+
+
+def counts(gm: fx.GraphModule) -> dict[str, int]:
+    return dict(collections.Counter(operation(n) for n in gm.graph.nodes if n.op.startswith("call_")))
+
+
+def assert_no_square(gm: fx.GraphModule) -> None:
+    """Every node has meta, and no tensor has two sizes that depend on a number of tokens."""
+    for node in gm.graph.nodes:
+        if node.op == "output" or operation(node) == "_log_api_usage_once":
+            continue
+        assert "val" in node.meta or "example_value" in node.meta, node.format_node()
+        for tensor in tensors(value(node)):
+            assert sum(bool(symbols(size)) for size in tensor.shape) <= 1, f"{node.format_node()}: {tensor.shape}"
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["last logits", "all logits"])
+def test_no_tensor_of_tokens_by_tokens(checkpoint: str, full: bool) -> None:
+    options = options_of(DropSpec(TWO_LAYERS[checkpoint], p=(0.9, 0.8), **SHARP))
+    call = {"logits_to_keep": 0 if full else 1}
+    report = uniprefill_fx.explain(fresh(checkpoint), needle_ids(300), call=call, **options)
+    assert report.after is not None and report.call is not None and report.call.dropped
+    assert len([n for n in report.after.graph.nodes if operation(n) == "select"]) == 2
+    assert_no_square(report.after)
+    with pytest.raises(AssertionError):  # the test sees what it looks for: the model's own masks
+        assert_no_square(report.before)
+
+
+@pytest.mark.parametrize("call", [{}, {"output_hidden_states": True}, {"attention_mask": torch.ones(1, 300)}], ids=list)
+def test_no_tensor_of_tokens_by_tokens_in_other_calls(call: dict[str, Any]) -> None:
+    report = uniprefill_fx.explain(
+        tiny_gemma3(), token_ids(300), call=call, **options_of(DropSpec((1, 3), p=(0.9, 0.8), **SHARP))
+    )
+    rewritten = [c.after for c in report.compilations if c.after is not None]
+    assert report.call is not None and report.call.dropped and len(rewritten) == 1
+    assert_no_square(rewritten[0])
+    assert report.after is rewritten[0]  # the report shows the graph that drops, wherever Dynamo broke the model
+
+
+def test_explain_asks_for_the_last_logits_only() -> None:
+    report = uniprefill_fx.explain(tiny_llama(2), token_ids(300), **options_of(SPEC))
+    assert report.after is not None and "restore" not in counts(report.after)
+
+
+class TestTwoLayers(TestCase):
+    """A Llama of two layers that drops after the first one, before and after."""
+
+    maxDiff = None
+
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        call = {"logits_to_keep": 1}
+        self.report = uniprefill_fx.explain(tiny_llama(2), token_ids(300), call=call, **options_of(SPEC))
+        assert self.report.after is not None
+        self.after = self.report.after
+
+    def test_before(self) -> None:
+        self.assertExpectedInline(
+            listing(self.report.before),
+            """\
+embedding (1, N, 64)
+le (1, 1, N, N)
+cat (1, N, 16)
+linear (1, N, 64)
+linear (1, N, 32)
+linear (1, N, 32)
+cat (1, 4, N, 16)
+cat (1, 2, N, 16)
+bind_slots (N)
+scaled_dot_product_attention (1, 4, N, 16)
+linear (1, N, 64)
+linear (1, N, 128)
+linear (1, N, 128)
+linear (1, N, 64)
+linear (1, N, 64)
+linear (1, N, 32)
+linear (1, N, 32)
+cat (1, 4, N, 16)
+cat (1, 2, N, 16)
+bind_slots (N)
+scaled_dot_product_attention (1, 4, N, 16)
+linear (1, N, 64)
+linear (1, N, 128)
+linear (1, N, 128)
+linear (1, N, 64)
+linear (1, 1, 256)""",
+        )
+
+    def test_after(self) -> None:
+        self.assertExpectedInline(
+            listing(self.after),
+            """\
+embedding (1, N, 64)
+cat (1, N, 16)
+linear (1, N, 64)
+linear (1, N, 32)
+linear (1, N, 32)
+cat (1, 4, N, 16)
+cat (1, 2, N, 16)
+attention (1, 4, N, 16)
+score (((N//16)) + 1)
+select (K1) (2)
+compact (K1)
+compact (1, 4, K1, 16)
+linear (1, K1, 64)
+compact (1, K1, 64)
+linear (1, K1, 128)
+linear (1, K1, 128)
+linear (1, K1, 64)
+linear (1, K1, 64)
+linear (1, K1, 32)
+linear (1, K1, 32)
+compact (1, 1, K1, 16)
+cat (1, 4, K1, 16)
+compact (1, 1, K1, 16)
+cat (1, 2, K1, 16)
+compact (K1)
+attention (1, 4, K1, 16)
+linear (1, K1, 64)
+linear (1, K1, 128)
+linear (1, K1, 128)
+linear (1, K1, 64)
+linear (1, 1, 256)""",
+        )
+
+    def test_operations(self) -> None:
+        before, after = counts(self.report.before), counts(self.after)
+        for name in ("score", "select", "compact", "restore", "attention"):
+            self.assertNotIn(name, before)
+        self.assertEqual(before["scaled_dot_product_attention"], after["attention"])
+        self.assertNotIn("scaled_dot_product_attention", after)
+        self.assertNotIn("le", after)  # the mask is gone
+        self.assertNotIn("logical_view", after)
+        for name in ("embedding", "linear", "silu", "rsqrt", "matmul"):  # the network itself is the same
+            self.assertEqual(before[name], after[name])
+        self.assertEqual((after["score"], after["select"]), (1, 1))
+        # slots, attention output, residual stream, cos and sin, slots of the second layer's keys
+        self.assertEqual(after["compact"], 6)
+        self.assertNotIn("restore", after)  # the last rows are all that is looked at
+
+    def test_all_logits_restore_once(self) -> None:
+        call = {"logits_to_keep": 0}
+        report = uniprefill_fx.explain(tiny_llama(2), token_ids(300), call=call, **options_of(SPEC))
+        assert report.after is not None
+        self.assertEqual(counts(report.after)["restore"], 1)
+
+    def test_p_of_one_and_short_prompts_have_the_same_graph(self) -> None:
+        options = options_of(SPEC) | {"p": 1.0}
+        report = uniprefill_fx.explain(tiny_llama(2), token_ids(20), call={"logits_to_keep": 1}, **options)
+        assert report.after is not None
+        self.assertEqual(listing(report.after), listing(self.after))
