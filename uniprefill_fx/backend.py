@@ -16,7 +16,7 @@ from torch import fx
 from uniprefill_fx import frontends
 from uniprefill_fx.api import warn_of_lost_generate
 from uniprefill_fx.config import OptionError, PrefillConfig
-from uniprefill_fx.errors import Category, Refusal, StrictError
+from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.lowering.inner import inner_backend
 from uniprefill_fx.lowering.segments import Segment
@@ -96,7 +96,8 @@ def compile_graph(
                 raise
             log.warning("rewriting failed, the prompt stays dense", exc_info=error)
             warnings.warn(f"uniprefill: rewriting failed, the prompt stays dense: {error}", stacklevel=2)
-            failure = Refusal(Category.FAILURE, str(error), "please report this")
+            unknown = Refusal(Category.FAILURE, str(error), "please report this")
+            failure = error.refusal if isinstance(error, RefusalError) else unknown
             done.plan = replace(plan, drops=(), refusals=(*plan.refusals, failure))
     if done.run is None:
         marks = LengthMarks(gm)

@@ -22,7 +22,7 @@ from torch import fx
 
 from uniprefill_fx.passes.rewrite import clean
 from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import expression, is_op, meta
+from uniprefill_fx.passes.values import autocast, expression, is_op, meta
 
 ops = torch.ops.uniprefill
 
@@ -77,10 +77,11 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
                 first = graph.call_function(operator.sub, (keys.seen, queries))
             device = meta(site.q).device
             q_slots = graph.call_function(torch.arange, (first, keys.seen), {"device": device})
+    q, k, v = autocast(graph, (site.q, k, v), meta(site.q).device)
     return graph.call_function(
         ops.attention.default,
         (
-            site.q,
+            q,
             k,
             v,
             q_slots,

@@ -102,6 +102,13 @@ def _plan(
     batch = expression(meta(sites[0].q).shape[0])
     if batch != 1:
         raise refuse(Category.BATCH, f"a batch of {batch} prompts", "batches stay dense; run prompts one by one")
+    present = {layer for layer in map(decoder_layer, graph.nodes) if layer is not None}
+    if len(present) == 1 and num_layers > 1:
+        raise refuse(
+            Category.GRAPH_BREAK,
+            f"the graph holds decoder layer {min(present)} alone",
+            "a model that is traced layer by layer (hooks?) stays dense: rebuilding in between destroys the output",
+        )
     unpadded = tuple(dict.fromkeys(_padding_input(s.mask.key_mask) for s in sites if s.mask and s.mask.key_mask))
     chosen = choose_layers(sites, num_layers, config)
     ancestry = Ancestry(graph)

@@ -28,7 +28,7 @@ from uniprefill_fx.passes.outputs import Treatment
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.stages import Move
-from uniprefill_fx.passes.values import expression, is_op, meta, token_dims, written_nodes
+from uniprefill_fx.passes.values import autocast, expression, is_op, meta, token_dims, written_nodes
 
 ops = torch.ops.uniprefill
 
@@ -142,7 +142,8 @@ class _Rewriter:
 
     def _attention(self, site: Site, stage: int) -> fx.Node:
         assert site.mask is not None
-        q, k, v = (self.at(n, stage) for n in (site.q, site.k, site.v))
+        operands = [self.at(n, stage) for n in (site.q, site.k, site.v)]
+        q, k, v = autocast(self.graph, operands, meta(site.q).device)
         slots = None
         if stage:
             index = not site.mask.full and self.config.window == "index"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from uniprefill_fx.passes.values import is_op
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.values import is_op, name_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,11 @@ class Piece:
 
 
 def split_at_selections(gm: fx.GraphModule) -> list[Piece]:
-    """The pieces of a graph, to be run one after the other. Program order is kept, so in-place writes stay in place."""
+    """The pieces of a graph, to be run one after the other. Program order is kept, so in-place writes stay in place.
+
+    Raises:
+        RefusalError: a selection lies inside an autocast region, which no piece could hold whole.
+    """
     runs: list[list[fx.Node]] = [[]]
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -34,7 +39,16 @@ def split_at_selections(gm: fx.GraphModule) -> list[Piece]:
         if _selects(node) != (len(runs) % 2 == 0):
             runs.append([])
         runs[-1].append(node)
+    for nodes in runs:
+        if _balance(nodes) != 0:
+            raise refuse(Category.TOKEN_OP, "a drop inside an autocast region of the model", "the prompt stays dense")
     return [_piece(gm, nodes, selection=i % 2 == 1) for i, nodes in enumerate(runs)]
+
+
+def _balance(nodes: list[fx.Node]) -> int:
+    """Autocast regions that the nodes enter and do not leave."""
+    names = [name_of(node) for node in nodes]
+    return names.count("_enter_autocast") - names.count("_exit_autocast")
 
 
 def _selects(node: fx.Node) -> bool:

@@ -167,3 +167,11 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
     new = fx.GraphModule(gm, graph)
     new.meta = dict(gm.meta)
     return new
+
+
+def autocast(graph: fx.Graph, values: Iterable[fx.Node], device: torch.device) -> list[fx.Node]:
+    """Operands as autocast hands them to attention, where it is on while tracing: it does not know our ops."""
+    if not torch.is_autocast_enabled(device.type):
+        return list(values)
+    dtype = torch.get_autocast_dtype(device.type)
+    return [graph.call_method("to", (value, dtype)) for value in values]
