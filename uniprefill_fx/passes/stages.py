@@ -111,7 +111,8 @@ def _check(node: fx.Node, stage: int, found: dict[fx.Node, int], tokens: sympy.S
         )
     base = node.args[0] if node.args else None
     buffer = isinstance(base, fx.Node) and isinstance(meta(base), torch.Tensor) and not token_dims(base, tokens)
-    if name in ("getitem", "narrow") and token_dims(node, tokens) and buffer:
+    looked_up = any(isinstance(meta(n), torch.Tensor) for n in node.all_input_nodes if n is not base)  # table[ids]
+    if name in ("getitem", "narrow") and token_dims(node, tokens) and buffer and not looked_up:
         raise refuse(
             Category.TOKEN_OP,
             f"the first rows of `{base}`, one for each token of the prompt, are taken",
