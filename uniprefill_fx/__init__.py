@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from uniprefill_fx.frontends.mixers import register_mixer
     from uniprefill_fx.report import explain
     from uniprefill_fx.runtime import LastCall, disabled, last_call
+    from uniprefill_fx.selection import override
 
 _HOME = {
     "compile": "api",
     "explain": "report",
     "disabled": "runtime",
     "last_call": "runtime",
+    "override": "selection",
     "LastCall": "runtime",
     "register_mixer": "frontends.mixers",
     "PrefillConfig": "config",
@@ -39,6 +41,7 @@ __all__ = [
     "disabled",
     "explain",
     "last_call",
+    "override",
     "register_mixer",
 ]
 

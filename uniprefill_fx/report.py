@@ -80,6 +80,8 @@ class Report:
         lines += [f"refused: {refusal}" for refusal in self.refusals]
         if call is not None and call.dropped:
             lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")
+            if call.changed:
+                lines.append("override: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
         elif call is not None:
             lines.append(f"this prompt ran dense: {call.reason}")
         seconds = {name: f"{s:.2f} s" for name, s in self.decoder.seconds.items()}

@@ -20,6 +20,7 @@ from uniprefill_fx.passes.outputs import Exposure
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.split import Piece
 from uniprefill_fx.passes.values import expression, meta
+from uniprefill_fx.selection import Changed, arguments, changes
 
 log = logging.getLogger(__name__)
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
@@ -35,6 +36,7 @@ class LastCall:
         tokens: prompt length; None when the graph that ran does not know it.
         rows: by decoder layer, the rows that entered it (all its keys).
         kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it.
+        changed: options that `override()` changed for this call.
     """
 
     dropped: bool
@@ -42,6 +44,7 @@ class LastCall:
     tokens: int | None
     rows: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)
+    changed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def work(self) -> float:
@@ -170,19 +173,22 @@ class Prefill:
             )
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
         kept: list[Tensor] = []
+        changed = changes()
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]
             for node in released:
                 del values[node]
+            if piece.selection and changed:
+                run = Changed(piece.gm, arguments(changed, len(kept), len(self.plan.drops))).run
             results = run(*operands)
             del operands
             values.update(zip(piece.outputs, results, strict=True))
             if piece.selection:
                 kept.append(next(r for r in results if r.dtype == torch.int64))
-        self._record(tokens, kept)
+        self._record(tokens, kept, changed)
         return fx.node.map_arg(self.output, values.__getitem__)
 
-    def _record(self, tokens: int, kept: Sequence[Tensor]) -> None:
+    def _record(self, tokens: int, kept: Sequence[Tensor], changed: dict[str, Any]) -> None:
         layers = [drop.site.layer for drop in self.plan.drops]
         positions: dict[int, Tensor] = {}
         for layer, rows in zip(layers, kept, strict=True):
@@ -192,7 +198,7 @@ class Prefill:
         for layer in range(self.plan.num_layers):
             before = [at for at in layers if at < layer]
             rows_of.append(len(positions[before[-1]]) if before else tokens)
-        record(LastCall(True, None, tokens, tuple(rows_of), positions))
+        record(LastCall(True, None, tokens, tuple(rows_of), positions, changed))
 
 
 def _released(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:

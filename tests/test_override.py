@@ -1,0 +1,99 @@
+"""Options of the selection that change from call to call, by one compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from eager_reference import DropSpec, EagerReference
+from exactness import assert_differs, assert_dropped, assert_near, assert_same_rows, options_of
+from tiny import tiny_llama, token_ids
+from torch._dynamo.utils import counters
+
+import uniprefill_fx
+from uniprefill_fx import OptionError, override
+
+SPEC = DropSpec((1, 2), p=0.9, block_size=16, last_n=16, sink_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    torch._dynamo.reset()
+    compiled = tiny_llama(4)
+    compiled.compile(backend="uniprefill", options=options_of(SPEC))
+    yield compiled
+    torch._dynamo.reset()
+
+
+def run(model: Any, length: int = 300) -> tuple[Any, uniprefill_fx.LastCall]:
+    with torch.inference_mode():
+        out = model(token_ids(length), logits_to_keep=1).logits
+    call = uniprefill_fx.last_call()
+    assert call is not None
+    return out, call
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "p": ({"p": 0.7}, {"p": 0.7}),
+    "p by layer": ({"p": [0.9, 0.5]}, {"p": (0.9, 0.5)}),
+    "top_k": ({"keep_ratio": 0.5}, {"selection": "top_k", "keep_ratio": 0.5}),
+    "block size": ({"p": 0.7, "block_size": 32}, {"p": 0.7, "block_size": 32}),
+    "queries and sinks": ({"last_n": 40, "sink_tokens": 5}, {"last_n": 40, "sink_tokens": 5}),
+}
+
+
+@pytest.mark.parametrize(("options", "spec"), CHANGES.values(), ids=CHANGES)
+def test_equals_a_model_compiled_so(model: Any, options: dict[str, Any], spec: dict[str, Any]) -> None:
+    """The rows and logits are the reference's with those options; afterwards those of the compilation are back."""
+    ids, (before, plain) = token_ids(300), run(model)
+    assert_same_rows(plain, EagerReference(tiny_llama(4), SPEC).prefill(ids), 300)
+    compiled = counters["stats"]["unique_graphs"]
+    want = EagerReference(tiny_llama(4), replace(SPEC, **spec)).prefill(ids)
+    with override(**options):
+        got, call = run(model)
+    assert_dropped(call)
+    assert_same_rows(call, want, 300)
+    assert_near(got, want.last_logits)
+    assert_differs(got, before)
+    assert list(call.changed) == list(options) and not plain.changed
+    again, restored = run(model)
+    assert torch.equal(again, before) and restored.rows == plain.rows
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_inner_values_win(model: Any) -> None:
+    with override(p=0.5, block_size=32):
+        with override(keep_ratio=0.25):
+            assert run(model)[1].changed == {"block_size": 32, "keep_ratio": 0.25}
+        with override(p=1.0):
+            assert run(model)[1].rows == (300,) * 4
+        assert run(model)[1].changed == {"p": 0.5, "block_size": 32}
+
+
+def test_explain_shows_it() -> None:
+    with override(p=0.7):
+        report = uniprefill_fx.explain(tiny_llama(), token_ids(300), **options_of(replace(SPEC, drop_layers=(1,))))
+    assert "override: p=0.7" in str(report)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"drop_layers": [1]}, "option 'drop_layers': got [1]; allowed: with override(), p, keep_ratio"),
+        ({"p": 2}, "option 'p': got 2; allowed: a number in (0, 1]"),
+        ({"p": 0.9, "keep_ratio": 0.5}, "option 'keep_ratio': got 0.5; allowed: p or keep_ratio"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(OptionError) as raised, override(**options):
+        pass
+    assert str(raised.value).startswith(part)
+
+
+def test_list_of_another_length(model: Any) -> None:
+    with pytest.raises(OptionError, match="The list has 3 values, and there are 2 drop layers"), override(p=[0.9] * 3):
+        run(model)
