@@ -20,16 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile, default_tiles
-from uniprefill_fx.kernels.varlen import check_stream, find_request, on_device
+from uniprefill_fx.kernels.varlen import check_stream, find_request, on_device, tanh
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
 MIN_PROGRAMS = 512  # a few for each multiprocessor of the largest cards
-
-
-@triton.jit
-def _tanh(x):
-    # exp overflows to infinity for large x, which gives 1 as it should
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
 
 
 @triton.jit
@@ -130,7 +124,7 @@ def _block_lse_kernel(
             product = tl.dot(q_tile, k_tile, input_precision="tf32x3")
             unit = scale
         if SOFTCAP:
-            product = _tanh(product * (unit / softcap))
+            product = tanh(product * (unit / softcap))
             unit = softcap
         unit *= 1.4426950408889634  # log2(e)
         if masked:

@@ -1,4 +1,4 @@
-"""How `block_scores` cuts up the logits, and what shares a scale in its fp8 mode."""
+"""How the kernels cut up the logits, and what shares a scale in the fp8 mode of `block_scores`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class Tiles:
     """How the logits are cut up. No field may depend on the sequence length: each set of values is a compilation."""
 
     keys: int
-    """Columns: the keys of as many whole blocks as fit, at least one, each block padded to a power of two."""
+    """Columns. In `block_scores`, the keys of as many whole blocks as fit, at least one, each block padded to a power
+    of two."""
     rows: int
-    """(head of the group, query) pairs, one head's queries after another's."""
+    """Queries of one head; in `block_scores`, (head of the group, query) pairs, one head's queries after another's."""
     warps: int
     stages: int
-    """Tiles of queries in flight."""
+    """Tiles in flight of what the loop loads: keys and values, in `block_scores` queries."""
     registers: int | None = None
     """Limit for a thread."""
 
@@ -42,3 +43,15 @@ def default_tiles(head_dim: int, itemsize: int, rows: int, fp8: bool) -> Tiles:
 def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
     """Whole blocks in the columns of a tile."""
     return max(1, tiles.keys // triton.next_power_of_2(block_size))
+
+
+def attention_tiles(head_dim: int, v_dim: int, itemsize: int, queries: int) -> Tiles:
+    """Tiles of `slot_attention`. A handful of queries (a decode step, drafted tokens) gets the lowest there are."""
+    dim = triton.next_power_of_2(max(head_dim, v_dim))
+    if itemsize == 4:
+        return Tiles(32, 16 if queries <= 16 else 64, 4 if dim <= 128 else 8, 1)
+    if queries <= 16:
+        return Tiles(64, 16, 4, 2)
+    if dim <= 64:
+        return Tiles(64, 128, 4, 3)
+    return Tiles(128, 128, 8, 2) if dim <= 128 else Tiles(64, 128, 8, 2)

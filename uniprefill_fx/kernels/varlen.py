@@ -32,10 +32,21 @@ def find_request(cu_seqlens, requests, item, SIZE: tl.constexpr):
     return low
 
 
-def check_stream(cu_seqlens: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless `cu_seqlens` is what the kernels assume, and the kernels can run on `device`."""
+@triton.jit
+def tanh(x):
+    # exp overflows to infinity for large x, which gives 1 as it should
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError unless the kernels can run on `device`."""
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ValueError(f"tensors on {device}: wanted a CUDA device, or TRITON_INTERPRET=1 before triton is imported")
+
+
+def check_stream(cu_seqlens: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless `cu_seqlens` is what the kernels assume, and the kernels can run on `device`."""
+    check_device(device)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}: wanted int32, (requests + 1,)"

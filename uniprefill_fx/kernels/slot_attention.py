@@ -1,0 +1,295 @@
+"""Prefill attention in which a row's place is its slot (its original index): what `uniprefill::attention` means.
+
+A program holds a tile of queries of one head and goes through the keys that any of them sees, with a running softmax
+in float32. Slots ascend within a request, so those keys are one range of rows, and so are the keys that all of the
+tile's queries see; only tiles of keys outside the second range need a mask. Both ranges are searched for in the slots
+on the device: nothing here waits for the host, and windows cost what they hold, whatever the prompt's length.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
+from uniprefill_fx.kernels.varlen import check_device, check_stream, find_request, on_device, tanh
+
+MAX_HEAD_DIM = 256
+
+
+@triton.jit
+def _first_at_least(slots, low, high, wanted, LANES: tl.constexpr):
+    """The first row of [low, high) whose slot is at least `wanted`, or `high`; LANES rows are compared at a time."""
+    lane = tl.arange(0, LANES)
+    while low < high:
+        step = (high - low + LANES - 1) // LANES
+        row = low + lane * step
+        exists = row < high
+        slot = tl.load(slots + row, mask=exists, other=0)
+        below = tl.sum((exists & (slot < wanted)).to(tl.int32), 0)
+        high = tl.minimum(high, low + below * step)
+        low = tl.where(below == 0, high, low + (below - 1) * step + 1)
+    return low
+
+
+@triton.jit
+def _oldest(slot, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first slot that a query at `slot` sees."""
+    oldest = slot * 0
+    if WINDOW:
+        oldest = tl.maximum(oldest, slot - window + 1)
+    if CHUNK:
+        oldest = tl.maximum(oldest, slot // chunk * chunk)
+    return oldest
+
+
+@triton.jit(do_not_specialize=["requests", "queries", "keys", "window", "chunk"])
+def _attention_kernel(
+    q, k, v, out, q_slots, k_slots, cu_seqlens, key_mask, sinks, bias,
+    requests, queries, keys, scale, softcap, window, chunk,
+    q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
+    v_batch_stride, v_head_stride, v_row_stride, out_batch_stride, out_row_stride,
+    mask_batch_stride, bias_batch_stride, bias_head_stride,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    PACKED: tl.constexpr, SLOTS: tl.constexpr, SAME_ROWS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    KEY_MASK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[batch, row, head] for a tile of ROWS queries of one request; KEYS keys at a time.
+
+    With SLOTS, `key_mask` and `bias` hold a column for each key; otherwise one for each place in a request.
+    """
+    # late queries see the most keys: those tiles go first, so that none of them is the last to end
+    tile, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if PACKED:
+        request = find_request(cu_seqlens, requests, tile, ROWS)
+        q_start = tl.load(cu_seqlens + request)
+        q_end = tl.load(cu_seqlens + request + 1)
+        k_start, k_end = q_start, q_end
+        first = q_start + (tile - (q_start // ROWS + request)) * ROWS
+    else:
+        q_start, q_end, k_start, k_end = 0, queries, 0, keys
+        first = tile * ROWS
+    if first >= q_end:
+        return
+    last = tl.minimum(first + ROWS, q_end) - 1
+
+    row = first + tl.arange(0, ROWS)
+    # rows that do not exist repeat the last one, and are not stored
+    place = tl.minimum(row, last)
+    if SLOTS:
+        slot = tl.load(q_slots + place).to(tl.int32)
+        first_slot, last_slot = tl.load(q_slots + first).to(tl.int32), tl.load(q_slots + last).to(tl.int32)
+    else:
+        shift = (k_end - k_start) - q_end  # queries are the last of the keys
+        slot, first_slot, last_slot = place + shift, first + shift, last + shift
+    oldest = _oldest(slot, window, chunk, WINDOW, CHUNK)
+    # keys [low, high) are seen by some query of the tile, keys [inner_low, inner_high) by all of them
+    low_slot = _oldest(first_slot, window, chunk, WINDOW, CHUNK)
+    inner_slot = _oldest(last_slot, window, chunk, WINDOW, CHUNK)
+    if SLOTS:
+        if SAME_ROWS:  # a key is never further away in rows than in slots
+            high, inner_high = last + 1, first + 1
+            nearest = k_start
+            if WINDOW:
+                nearest = tl.maximum(k_start, first - window + 1)
+        else:
+            high = _first_at_least(k_slots, k_start, k_end, last_slot + 1, 128)
+            inner_high = _first_at_least(k_slots, k_start, high, first_slot + 1, 128)
+            nearest = k_start
+        low, inner_low = nearest, nearest
+        if WINDOW or CHUNK:
+            low = _first_at_least(k_slots, nearest, high, low_slot, 128)
+            inner_low = _first_at_least(k_slots, low, high, inner_slot, 128)
+    else:
+        low, inner_low = k_start + low_slot, k_start + inner_slot
+        high, inner_high = k_start + last_slot + 1, k_start + first_slot + 1
+
+    dim, v_dim = tl.arange(0, DIM_PAD), tl.arange(0, V_PAD)
+    kv_head = (head // GROUPS).to(tl.int64)
+    q_rows = q + batch * q_batch_stride + head.to(tl.int64) * q_head_stride + place.to(tl.int64) * q_row_stride
+    q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+    k_head = k + batch * k_batch_stride + kv_head * k_head_stride
+    v_head = v + batch * v_batch_stride + kv_head * v_head_stride
+    bias_row = bias + batch * bias_batch_stride + head.to(tl.int64) * bias_head_stride
+
+    LOG2E: tl.constexpr = 1.4426950408889634
+    unit = scale * LOG2E  # from what `product` is, at its end, to logits of base 2
+    if SOFTCAP:
+        unit = softcap * LOG2E
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if SINKS:  # a logit of weight 1 that has no value
+        highest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = tl.full((ROWS,), 1.0, tl.float32)
+    acc = tl.zeros((ROWS, V_PAD), tl.float32)
+    for at in tl.range(low, high, KEYS, num_stages=STAGES):
+        key = at + tl.arange(0, KEYS)
+        exists = key < high
+        k_rows = k_head + key.to(tl.int64) * k_row_stride
+        k_tile = tl.load(k_rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+        # for float32 inputs the default, tf32, would lose 13 bits
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")
+        if SOFTCAP:
+            product = tanh(product * (scale / softcap))
+        column = key if SLOTS else key - k_start
+        if BIAS:
+            added = tl.load(bias_row + column, mask=exists, other=0.0)
+            product += added.to(tl.float32)[None, :] * (LOG2E / unit)
+        if (at < inner_low) | (at + KEYS > inner_high) | KEY_MASK:
+            key_slot = key - k_start
+            if SLOTS:
+                key_slot = tl.load(k_slots + key, mask=exists, other=2147483647).to(tl.int32)
+            visible = (key_slot[None, :] <= slot[:, None]) & (key_slot[None, :] >= oldest[:, None])
+            if KEY_MASK:
+                valid = tl.load(key_mask + batch * mask_batch_stride + column, mask=exists, other=0)
+                visible = visible & (valid != 0)[None, :]
+            product = tl.where(visible, product, float("-inf"))
+        # the unit is positive, so the largest product belongs to the largest logit
+        above = tl.maximum(highest, tl.max(product, 1) * unit)
+        finite = tl.where(above == float("-inf"), 0.0, above)  # a query that has seen nothing so far
+        weights = tl.exp2(product * unit - finite[:, None])
+        shrink = tl.exp2(highest - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        highest = above
+        v_rows = v_head + key.to(tl.int64) * v_row_stride
+        v_tile = tl.load(v_rows[:, None] + v_dim[None, :], mask=exists[:, None] & (v_dim < V_DIM)[None, :], other=0.0)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="tf32x3")
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_rows = out + batch * out_batch_stride + row.to(tl.int64) * out_row_stride + head * V_DIM
+    stored = (row <= last)[:, None] & (v_dim < V_DIM)[None, :]
+    tl.store(out_rows[:, None] + v_dim[None, :], result.to(out.dtype.element_ty), mask=stored)
+
+
+def slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Causal attention in which a row's place is its slot, not its index in the tensor.
+
+    Query slot a sees key slot b when b <= a, and a - b < window, and a // chunk == b // chunk, and key_mask[b], and
+    both belong to the same request. A query that sees nothing gives 0.
+
+    Args:
+        q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim):
+            one dtype of float32, float16 and bfloat16, any strides but 1 in the last dimension; dims up to 256.
+        q_slots, k_slots: (queries,), (keys,) int64, strictly ascending within a request. Unless both are there, the
+            keys of a request are 0, 1, ..., and its queries are the last of them.
+        cu_seqlens: (requests + 1,) int32 when requests are packed along the token axis (batch is 1 and queries are
+            keys); None: each batch row is one request. Not read by the host.
+        key_mask: (batch or 1, slots) bool, False where a token is padding.
+        scale: positive factor on the logits; None: head_dim ** -0.5. window, chunk: at least 1.
+        softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
+        sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
+        bias: (batch or 1, heads, 1, slots) or (heads, 1, slots), added to the logits by head and key slot.
+        tiles: for measurements; `attention_tiles` otherwise.
+
+    Returns:
+        (batch, heads, queries, v_dim) in the dtype of q, laid out as (batch, queries, heads, v_dim). Accumulation,
+        softmax and sums are float32; the weights are rounded to the dtype of v before they multiply it.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _check(q, k, v, cu_seqlens, q_slots, k_slots, scale, window, chunk, softcap)
+    dtype = q.dtype
+    if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
+        q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
+    (batch, heads, queries, head_dim), (kv_heads, keys, v_dim) = q.shape, v.shape[1:]
+    requests = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tiles = tiles or attention_tiles(head_dim, v_dim, q.element_size(), queries)
+    by_slot = q_slots is not None and k_slots is not None
+    same_rows = by_slot and queries == keys and q_slots.data_ptr() == k_slots.data_ptr()
+    nothing = q  # in the place of a tensor that is not read
+    by_head = nothing if bias is None else bias.reshape(-1, heads, bias.shape[-1])
+    if k_slots is not None and by_slot:
+        key_mask = None if key_mask is None else key_mask.index_select(1, k_slots)
+        by_head = nothing if bias is None else by_head.index_select(2, k_slots)
+    out = torch.empty(batch, queries, heads, v_dim, dtype=q.dtype, device=q.device)
+    grid = (queries // tiles.rows + requests, heads, batch)
+    with on_device(q.device):
+        _attention_kernel[grid](
+            q, k, v, out, q_slots if by_slot else nothing, k_slots if by_slot else nothing,
+            nothing if cu_seqlens is None else cu_seqlens, nothing if key_mask is None else key_mask,
+            nothing if sinks is None else sinks, by_head,
+            requests, queries, keys, scale, softcap or 1.0, window or 0, chunk or 0,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
+            _batch_stride(key_mask), _batch_stride(by_head), by_head.stride(1),
+            GROUPS=heads // kv_heads, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+            V_DIM=v_dim, V_PAD=max(16, triton.next_power_of_2(v_dim)),
+            PACKED=cu_seqlens is not None, SLOTS=by_slot, SAME_ROWS=same_rows,
+            WINDOW=window is not None, CHUNK=chunk is not None, KEY_MASK=key_mask is not None,
+            SOFTCAP=softcap is not None, SINKS=sinks is not None, BIAS=bias is not None,
+            ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps, maxnreg=tiles.registers,
+        )  # fmt: skip
+    return out.to(dtype).transpose(1, 2)
+
+
+def _batch_stride(x: Tensor | None) -> int:
+    """Elements from one batch row to the next; 0 when one row is there for all."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> None:
+    """Raise ValueError for what the kernel does not handle; values on the device are not looked at."""
+    check_device(q.device)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if (
+        not q.ndim == k.ndim == v.ndim == 4
+        or not q.shape[0] == k.shape[0] == v.shape[0]
+        or q.shape[3] != k.shape[3]
+        or k.shape[1:3] != v.shape[1:3]
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1]
+    ):
+        raise ValueError(
+            f"{shapes}: wanted (batch, heads, queries, head_dim), (batch, kv_heads, keys, head_dim) and (batch, "
+            "kv_heads, keys, v_dim), heads a multiple of kv_heads"
+        )
+    if not (1 <= q.shape[3] <= MAX_HEAD_DIM and 1 <= v.shape[3] <= MAX_HEAD_DIM):
+        raise ValueError(f"{shapes}: wanted head_dim and v_dim of 1 to {MAX_HEAD_DIM}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
+    if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
+        raise ValueError(f"strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension")
+    if cu_seqlens is not None:
+        check_stream(cu_seqlens, q.device)
+        if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
+            raise ValueError(f"{shapes} with cu_seqlens: wanted a batch of 1 and as many queries as keys")
+    by_slot = q_slots is not None and k_slots is not None
+    if not by_slot and q.shape[2] > k.shape[2]:
+        raise ValueError(f"{shapes} without slots: wanted no more queries than keys")
+    for name, slots, rows in (("q_slots", q_slots, q.shape[2]), ("k_slots", k_slots, k.shape[2])):
+        if by_slot and slots is not None and (slots.shape != (rows,) or slots.dtype != torch.int64):
+            raise ValueError(f"{name} is {slots.dtype} of shape {tuple(slots.shape)}: wanted int64, ({rows},)")
+    if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
+        raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
+    if (window is not None and window < 1) or (chunk is not None and chunk < 1):
+        raise ValueError(f"window {window}, chunk {chunk}: wanted at least 1")
