@@ -116,7 +116,7 @@ CASES = {
     "second chunk by row": Case((2, 1), (16, 16), 400, queries=150, window=100),
     "one token": Case((1, 1), (16, 16), 1),
 }  # fmt: skip
-TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 5e-6}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -206,6 +206,50 @@ def test_a_nan_key_reaches_the_queries_that_see_it_and_no_other_request(run: Run
     got = run(slot_attention, **arguments)
     assert got[:, :, :160].isfinite().all() and got[:, :, 280:].isfinite().all()
     assert got[:, :, 160:280].isnan().all()
+
+
+def as_on_cuda(**arguments: Any) -> tuple[Tensor, bool]:
+    """The op's CUDA implementation, and whether the kernel ran (runs in the worker, which interprets it)."""
+    from uniprefill_fx.lowering import cuda
+
+    ran: list[str] = []
+
+    def counted(*args: Any) -> Tensor:
+        ran.append("kernel")
+        return slot_attention(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "slot_attention", counted)
+        return cuda._attention(**arguments), bool(ran)
+
+
+ROUTES = {  # whether the kernel runs, rather than SDPA
+    "packed, window by slot": True,
+    "packed, causal": True,
+    "second chunk": True,
+    "drafted tokens": True,
+    "one query": True,
+    "one query, no window": False,
+    "sinks": True,
+    "plain": False,
+    "plain, one packed request": False,
+    "float64": False,
+}
+OTHER_ROUTES = {
+    "one query, no window": Case((4, 2), (16, 16), 50, queries=1, slots=90, sinks=True),
+    "plain": Case((4, 2), (16, 16), 50, slots=90),
+    "plain, one packed request": Case((4, 2), (16, 16), lengths=(50,), slots=90),
+    "float64": Case((4, 2), (16, 16), 50, window=9, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name, kernel", ROUTES.items())
+def test_what_runs_on_cuda(run: Run, name: str, kernel: bool) -> None:
+    case = (CASES | OTHER_ROUTES)[name]
+    arguments = case.arguments(6)
+    got, ran = run(as_on_cuda, **arguments)
+    assert ran is kernel
+    assert_near(got, exact(**arguments), case.dtype)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

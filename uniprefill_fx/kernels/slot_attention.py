@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
-from uniprefill_fx.kernels.varlen import check_device, check_stream, find_request, on_device, tanh
+from uniprefill_fx.kernels.varlen import check_device, check_stream, find_request, on_device, shared_memory, tanh
 
 MAX_HEAD_DIM = 256
 
@@ -213,24 +213,26 @@ def slot_attention(
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
     (batch, heads, queries, head_dim), (kv_heads, keys, v_dim) = q.shape, v.shape[1:]
     requests = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tiles = tiles or attention_tiles(head_dim, v_dim, q.element_size(), queries)
-    by_slot = q_slots is not None and k_slots is not None
-    same_rows = by_slot and queries == keys and q_slots.data_ptr() == k_slots.data_ptr()
-    nothing = q  # in the place of a tensor that is not read
-    by_head = nothing if bias is None else bias.reshape(-1, heads, bias.shape[-1])
-    if k_slots is not None and by_slot:
+    tiles = tiles or attention_tiles(head_dim, v_dim, q.element_size(), queries, shared_memory(q.device))
+    by_slot, same_rows = False, False
+    by_head = None if bias is None else bias.reshape(-1, heads, bias.shape[-1])
+    if q_slots is not None and k_slots is not None:
+        by_slot, same_rows = True, queries == keys and q_slots.data_ptr() == k_slots.data_ptr()
         key_mask = None if key_mask is None else key_mask.index_select(1, k_slots)
-        by_head = nothing if bias is None else by_head.index_select(2, k_slots)
+        by_head = None if by_head is None else by_head.index_select(2, k_slots)
+
+    def pointer(x: Tensor | None) -> Tensor:
+        return q if x is None else x.contiguous()  # q in the place of what is not read
+
     out = torch.empty(batch, queries, heads, v_dim, dtype=q.dtype, device=q.device)
     grid = (queries // tiles.rows + requests, heads, batch)
     with on_device(q.device):
         _attention_kernel[grid](
-            q, k, v, out, q_slots if by_slot else nothing, k_slots if by_slot else nothing,
-            nothing if cu_seqlens is None else cu_seqlens, nothing if key_mask is None else key_mask,
-            nothing if sinks is None else sinks, by_head,
+            q, k, v, out, pointer(q_slots), pointer(k_slots), pointer(cu_seqlens), pointer(key_mask), pointer(sinks),
+            pointer(by_head),
             requests, queries, keys, scale, softcap or 1.0, window or 0, chunk or 0,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
-            _batch_stride(key_mask), _batch_stride(by_head), by_head.stride(1),
+            _batch_stride(key_mask), _batch_stride(by_head), 0 if by_head is None else by_head.shape[2],
             GROUPS=heads // kv_heads, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
             V_DIM=v_dim, V_PAD=max(16, triton.next_power_of_2(v_dim)),
             PACKED=cu_seqlens is not None, SLOTS=by_slot, SAME_ROWS=same_rows,
@@ -242,8 +244,8 @@ def slot_attention(
 
 
 def _batch_stride(x: Tensor | None) -> int:
-    """Elements from one batch row to the next; 0 when one row is there for all."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+    """Elements from one batch row of a contiguous tensor to the next; 0 when one row is there for all."""
+    return 0 if x is None or x.shape[0] == 1 else x[0].numel()
 
 
 def _check(

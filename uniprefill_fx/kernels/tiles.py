@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import triton
@@ -45,13 +46,25 @@ def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
     return max(1, tiles.keys // triton.next_power_of_2(block_size))
 
 
-def attention_tiles(head_dim: int, v_dim: int, itemsize: int, queries: int) -> Tiles:
-    """Tiles of `slot_attention`. A handful of queries (a decode step, drafted tokens) gets the lowest there are."""
-    dim = triton.next_power_of_2(max(head_dim, v_dim))
+def attention_tiles(head_dim: int, v_dim: int, itemsize: int, queries: int, shared_memory: int) -> Tiles:
+    """Tiles of `slot_attention` that fit in `shared_memory` bytes a program.
+
+    128 queries on 8 warps are two warp groups, each with the 64 rows of a Hopper matrix instruction, and the
+    accumulator of the widest heads takes half of their registers. Fewer keys at a time serve the card no better,
+    except where memory is short. A handful of queries (a decode step, drafted tokens) gets the lowest tile there is.
+    """
+    dim, v_dim = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
+    widest = max(dim, v_dim)
     if itemsize == 4:
-        return Tiles(32, 16 if queries <= 16 else 64, 4 if dim <= 128 else 8, 1)
+        choices = [Tiles(32, 64, 4 if widest <= 128 else 8, 1), Tiles(32, 32, 4, 1)]
+    elif widest <= 64:
+        choices = [Tiles(64, 128, 8, 3)]
+    else:
+        choices = [Tiles(128 if widest <= 128 else 64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)]
     if queries <= 16:
-        return Tiles(64, 16, 4, 2)
-    if dim <= 64:
-        return Tiles(64, 128, 4, 3)
-    return Tiles(128, 128, 8, 2) if dim <= 128 else Tiles(64, 128, 8, 2)
+        choices = [dataclasses.replace(tiles, rows=16, warps=4) for tiles in choices]
+    for tiles in choices:
+        loaded = (tiles.rows * dim + tiles.stages * tiles.keys * (dim + v_dim)) * itemsize
+        if loaded * (2 if itemsize == 4 else 1) <= shared_memory:  # float32 operands are split in two
+            return tiles
+    return Tiles(16, 16, 4, 1)

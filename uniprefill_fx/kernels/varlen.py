@@ -58,3 +58,10 @@ def check_stream(cu_seqlens: Tensor, device: torch.device) -> None:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensors' own."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use."""
+    if device.type != "cuda":
+        return 1 << 18
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from uniprefill_fx.kernels.block_scores import block_scores
 from uniprefill_fx.kernels.select_blocks import select_blocks
-from uniprefill_fx.ops import scoring
+from uniprefill_fx.kernels.slot_attention import MAX_HEAD_DIM, slot_attention
+from uniprefill_fx.ops import attention, scoring
 
 BLOCK_SIZES = range(16, 129)
-MAX_HEAD_DIM = 256
 
 
 @scoring.score.register_kernel("cuda")
@@ -58,3 +58,37 @@ def _select(
         block_scores, cu_seqlens, prompt_lengths.int(), block_size, last_n, sink_tokens, p, keep_ratio
     )
     return rows, kept
+
+
+@attention.attention.register_kernel("cuda")
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    arguments = (q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, softcap, sinks, bias)
+    queries, near = q.shape[2], window is not None or chunk is not None
+    alone = cu_seqlens is None or cu_seqlens.shape[0] == 2
+    plain = not near and key_mask is None and softcap is None and sinks is None and bias is None
+    # SDPA has the faster kernels where it needs no mask. A single query that sees all keys has too little work for
+    # ours, which gives each head to one multiprocessor.
+    if (alone and plain and queries == k.shape[2]) or (queries == 1 and not near) or not _covered(q, k, v, scale):
+        return attention.attention_reference(*arguments)
+    return slot_attention(*arguments)
+
+
+def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether `slot_attention` takes these operands."""
+    dtypes = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    dims = max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    return dtypes and dims and (scale is None or scale > 0)

@@ -17,8 +17,7 @@ STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 QUERY_ROWS = 256  # rows of queries that get an explicit mask at a time: bounds the mask to QUERY_ROWS x visible keys
 
 
-@torch.library.custom_op("uniprefill::attention", mutates_args=())
-def attention(
+def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -53,7 +52,10 @@ def attention(
     Returns:
         (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
     """
-    spans = [(0, k.shape[2])] if cu_seqlens is None else requests(cu_seqlens)
+    if cu_seqlens is None or cu_seqlens.shape[0] == 2:
+        spans = [(0, k.shape[2])]
+    else:
+        spans = [(start, end) for start, end in requests(cu_seqlens) if start < end]
     terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias)
     if len(spans) == 1:
         out = _one_request(q, k, v, q_slots, k_slots, terms)
@@ -65,6 +67,9 @@ def attention(
             parts.append(_one_request(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], a, b, terms))
         out = torch.cat(parts, dim=2)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+attention = torch.library.custom_op("uniprefill::attention", attention_reference, mutates_args=())
 
 
 @attention.register_fake
