@@ -53,11 +53,11 @@ class Subject:
         self.last_only = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     @torch.inference_mode()
-    def prefill(self, length: int) -> tuple[Tensor, LastCall]:
+    def prefill(self, length: int, **options: Any) -> tuple[Tensor, LastCall]:
         """The compiled model's logits of the last position (1, vocabulary), and its record of the call."""
         before = uniprefill_fx.last_call()
         only: dict[str, Any] = {"logits_to_keep": 1} if self.last_only else {}
-        logits = self.model(prompt_ids(length), **only).logits[:, -1]
+        logits = self.model(prompt_ids(length), **only, **options).logits[:, -1]
         call = uniprefill_fx.last_call()
         assert call is not None and call is not before
         return logits, call
@@ -132,6 +132,11 @@ def test_architecture(name: str) -> None:
         pytest.xfail("compiles for each number of blocks until its mixer can be registered")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]
+    if arch.dense is None:
+        got, call = subject.prefill(LENGTHS[0], use_cache=False)
+        want = subject.expected(prompt_ids(LENGTHS[0]), LENGTHS[0])
+        assert_dropped_as(call, want, arch, LENGTHS[0])
+        assert_near(got, want.logits)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -103,11 +103,25 @@ def test_a_cache_that_the_user_made(tiny: Compiled) -> None:
     check_last(tiny, input_ids=token_ids(300), past_key_values=DynamicCache())
 
 
-def test_a_call_without_cache_is_exact_or_dense(tiny: Compiled) -> None:
+@pytest.mark.parametrize("first", [None, 0, 40], ids=str)
+def test_a_call_without_cache(tiny: Compiled, first: int | None) -> None:
+    """Rotary positions are relative, so an offset changes nothing."""
+    positions = None if first is None else torch.arange(first, first + 300)[None]
+    check_last(tiny, input_ids=token_ids(300), use_cache=False, position_ids=positions)
+
+
+@pytest.mark.parametrize("second", [0, pytest.param(150, marks=pytest.mark.slow)], ids=["restart", "gap"])
+def test_packed_prompts_are_dense(tiny: Compiled, second: int) -> None:
+    """Positions that are not consecutive are several prompts to transformers, without a cache; not with one."""
     ids = token_ids(300)
-    out, call = tiny.prefill(ids, logits_to_keep=1, use_cache=False)
-    assert call.dropped or call.reason is not None
-    assert_near(out.logits, tiny.expected(ids).last_logits if call.dropped else tiny.dense(ids).logits[:, -1:])
+    positions = torch.cat([torch.arange(100), torch.arange(second, second + 200)])[None]
+    dense = tiny.dense(ids, logits_to_keep=1, use_cache=False, position_ids=positions).logits
+    assert_differs(dense, tiny.dense(ids, logits_to_keep=1, position_ids=positions).logits)
+    out, call = tiny.prefill(ids, logits_to_keep=1, use_cache=False, position_ids=positions)
+    assert not call.dropped and call.reason is not None and call.reason.category.value == "packed-prompts"
+    assert call.tokens == 300  # by the compilation that drops other prompts
+    assert_near(out.logits, dense)
+    check_last(tiny, input_ids=ids, use_cache=False, position_ids=torch.arange(300)[None])
 
 
 def test_a_tuple_in_place_of_an_output(tiny: Compiled) -> None:

@@ -36,11 +36,11 @@ SHARPLY = cases("sharp", TWO_LAYERS, p=(0.9, 0.8), **SHARP)
 FROZEN = cases("last-layer", LAST_LAYER, None, QWEN, p=0.8, **SHARP)
 
 
-def check_prefill(compiled: Compiled, length: int) -> None:
+def check_prefill(compiled: Compiled, length: int, **call_options: Any) -> None:
     """Kept sets, rows and the logits of the last position; and dropping showed."""
     ids = needle_ids(length)
     want = compiled.expected(ids)
-    out, call = compiled.prefill(ids, logits_to_keep=1)
+    out, call = compiled.prefill(ids, logits_to_keep=1, **call_options)
     assert_same_rows(call, want, length)
     assert_dropped(call)
     assert_near(out.logits, want.last_logits)
@@ -51,6 +51,12 @@ def check_prefill(compiled: Compiled, length: int) -> None:
 @pytest.mark.parametrize("length", [300, 1111, 2049])
 def test_two_drops_with_p_of_their_own(compiled: Compiled, length: int) -> None:
     check_prefill(compiled, length)
+
+
+@cases("no-cache", TWO_LAYERS, None, GEMMA, p=(0.9, 0.8), **SHARP)
+def test_without_a_cache(compiled: Compiled) -> None:
+    """Such a call's mask has a term for packed prompts, read from `position_ids`."""
+    check_prefill(compiled, 1111, use_cache=False)
 
 
 @SHARPLY

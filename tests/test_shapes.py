@@ -87,7 +87,15 @@ def test_no_tensor_of_tokens_by_tokens(checkpoint: str, full: bool) -> None:
         assert_no_square(report.before)
 
 
-@pytest.mark.parametrize("call", [{}, {"output_hidden_states": True}, {"attention_mask": torch.ones(1, 300)}], ids=list)
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"output_hidden_states": True},
+    {"attention_mask": torch.ones(1, 300)},
+    {"use_cache": False, "position_ids": torch.arange(300)[None]},
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=list)
 def test_no_tensor_of_tokens_by_tokens_in_other_calls(call: dict[str, Any]) -> None:
     report = uniprefill_fx.explain(
         tiny_gemma3(), token_ids(300), call=call, **options_of(DropSpec((1, 3), p=(0.9, 0.8), **SHARP))

@@ -21,6 +21,7 @@ from uniprefill_fx.frontends import gating
 from uniprefill_fx.lowering.inner import inner_backend
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.constants import write_constants
+from uniprefill_fx.passes.extract import extract
 from uniprefill_fx.passes.inplace import remove_augmented_assignments
 from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
@@ -147,7 +148,8 @@ def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compi
         (piece, piece.gm if piece.selection else Segment(piece.gm, inner, f"segment {i // 2}"))
         for i, piece in enumerate(split_at_selections(after))
     ]
-    return Prefill(done.plan, after, steps, Segment(_lower(copy_module(gm)), inner, "dense"), config.min_tokens)
+    dense = Segment(_lower(copy_module(gm)), inner, "dense")
+    return Prefill(done.plan, after, steps, dense, config.min_tokens, extract(gm, done.plan.segments))
 
 
 if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:

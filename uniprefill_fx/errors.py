@@ -16,6 +16,7 @@ class Category(StrEnum):
     NON_CAUSAL = "non-causal-attention"
     MASK = "mask-not-understood"
     PADDING = "padding"
+    PACKED = "packed-prompts"
     PAST = "has-past-keys"
     BATCH = "batch"
     TOKEN_AXIS = "token-axis-specialised"

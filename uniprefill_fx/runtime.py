@@ -119,6 +119,7 @@ class Prefill:
     Args:
         plan: what the pieces do. after: the rewritten graph. steps: its pieces, with what runs each.
         dense: the whole graph without drops. min_tokens: shorter prompts run `dense`.
+        segments: computes the plan's `segments` from the inputs.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Prefill:
         steps: Sequence[tuple[Piece, Callable[..., Any]]],
         dense: Segment,
         min_tokens: int,
+        segments: Callable[..., tuple[Tensor, ...]],
     ) -> None:
         assert plan.count is not None
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
@@ -135,6 +137,7 @@ class Prefill:
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
         self.count_input = names.index(plan.count.name)
+        self.segments = segments
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.released = _released(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
@@ -160,6 +163,9 @@ class Prefill:
         for index in self.masks:
             if not bool(args[index].bool().all()):
                 return Refusal(Category.PADDING, "the attention mask marks padding", "pass prompts without padding")
+        for numbers in self.segments(*args):
+            if not bool((numbers == numbers[:, :1]).all()):
+                return Refusal(Category.PACKED, "position_ids restart: packed prompts", "pass prompts one by one")
         return None
 
     def _drop(self, tokens: int, args: Sequence[Any]) -> Any:

@@ -31,11 +31,12 @@ def attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
 
     Query slot a sees key slot b when b <= a, and a - b < window, and a // chunk == b // chunk, and key_mask[b], and
-    both belong to the same request. No mask larger than `QUERY_ROWS` x keys is formed.
+    segments[a] == segments[b], and both belong to the same request. No mask larger than `QUERY_ROWS` x keys is formed.
 
     Args:
         q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim).
@@ -48,6 +49,7 @@ def attention_reference(
         softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
         sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
         bias: (..., heads, 1, slots), added to the logits by head and key slot (alibi).
+        segments: (batch, slots), equal for the tokens of one prompt where several are packed in a row.
 
     Returns:
         (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
@@ -56,7 +58,7 @@ def attention_reference(
         spans = [(0, k.shape[2])]
     else:
         spans = [(start, end) for start, end in requests(cu_seqlens) if start < end]
-    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias)
+    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments)
     if len(spans) == 1:
         out = _one_request(q, k, v, q_slots, k_slots, terms)
     else:
@@ -73,7 +75,7 @@ attention = torch.library.custom_op("uniprefill::attention", attention_reference
 
 
 @attention.register_fake
-def _(q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, softcap=None, sinks=None, bias=None):  # type: ignore[no-untyped-def]
+def _(q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, *terms):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
@@ -87,6 +89,7 @@ class Terms(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     bias: Tensor | None
+    segments: Tensor | None
 
 
 def _one_request(
@@ -94,7 +97,7 @@ def _one_request(
 ) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    masked = terms.window is not None or terms.chunk is not None or terms.key_mask is not None
+    masked = any(t is not None for t in (terms.window, terms.chunk, terms.key_mask, terms.segments))
     plain = terms.softcap is None and terms.sinks is None and terms.bias is None
     if plain and not masked and queries in (1, keys):
         # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
@@ -114,6 +117,9 @@ def _one_request(
         mask = seen[None, None]
         if terms.key_mask is not None:
             mask = mask & terms.key_mask[:, k_slots[low:high]][:, None, None]
+        if terms.segments is not None:
+            own, theirs = terms.segments[:, q_slots[first:last]], terms.segments[:, k_slots[low:high]]
+            mask = mask & (own[:, None, :, None] == theirs[:, None, None])
         rows, some_k, some_v = q[:, :, first:last], k[:, :, low:high], v[:, :, low:high]
         if plain:
             out = F.scaled_dot_product_attention(

@@ -94,5 +94,6 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
             site.softcap,
             site.sinks,
             site.bias,
+            site.mask.segments,
         ),
     )

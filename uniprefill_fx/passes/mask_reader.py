@@ -110,7 +110,23 @@ class MaskReader:
             return self._spread(args[0], _dimension(args[1], ndim), ndim)
         if name == "getitem":
             return self._getitem(node)
+        if name == "diff":
+            return self._diff(node)
+        if name == "cumsum" and isinstance(args[0], fx.Node) and self.node(args[0]) in (0, sympy.false):
+            return sympy.Integer(0)
         return None
+
+    def _diff(self, node: fx.Node) -> Any:
+        """Each element minus the one before it, where what is prepended continues the expression at index -1."""
+        source, before = node.args[0], node.kwargs.get("prepend")
+        plain = len(node.args) == 1 and node.kwargs.keys() == {"prepend", "dim"}
+        if not (plain and isinstance(source, fx.Node) and isinstance(before, fx.Node)):
+            return None
+        axis, found = AXES[_dimension(node.kwargs["dim"], meta(source).ndim)], self.node(source)
+        earlier = found.xreplace({axis: axis - 1})
+        if expression(meta(before).shape[AXES.index(axis)]) != 1 or self.node(before) != earlier.xreplace({axis: 0}):
+            return None
+        return sympy.expand(found - earlier)
 
     def _spread(self, source: Any, dim: int, ndim: int) -> Any:
         moved = {AXES[i]: AXES[i + 1] for i in range(dim, ndim - 1)}
@@ -134,8 +150,8 @@ class MaskReader:
         for item in index:
             if item is None:
                 out += 1
-            elif item == slice(None, None, None):
-                moved[AXES[axis]] = AXES[out]
+            elif isinstance(item, slice) and item.step is None and _is_start(item.start):
+                moved[AXES[axis]] = AXES[out] + (item.start or 0)
                 axis, out = axis + 1, out + 1
             else:
                 return None
@@ -143,6 +159,11 @@ class MaskReader:
             moved[AXES[rest]] = AXES[out]
             out += 1
         return self.node(source).xreplace(moved)
+
+
+def _is_start(start: Any) -> bool:
+    """Where a slice begins, counted from the front."""
+    return start is None or (isinstance(start, int) and start >= 0)
 
 
 def _dimension(dim: Any, ndim: int) -> int:

@@ -29,12 +29,14 @@ class MaskKind:
         window: a query sees itself and the window - 1 tokens before it; None: all before it.
         chunk: a query sees only its own chunk of this many tokens; None: all.
         key_mask: node of a (batch, keys) mask, nonzero where the token is real; None: no padding term.
+        segments: node of (batch, tokens) numbers: a query sees only keys with its own (packed prompts); None: all.
     """
 
     offset: sympy.Expr
     window: int | None = None
     chunk: int | None = None
     key_mask: fx.Node | None = None
+    segments: fx.Node | None = None
 
     @property
     def full(self) -> bool:
@@ -43,20 +45,21 @@ class MaskKind:
 
     def __str__(self) -> str:
         kind = "full" if self.full else f"sliding window {self.window}" if self.window else f"chunk {self.chunk}"
-        return kind + (", padding mask" if self.key_mask is not None else "")
+        kind += ", padding mask" if self.key_mask is not None else ""
+        return kind + (", packed prompts" if self.segments is not None else "")
 
 
 def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> MaskKind:
     """The kind of masks (batch, heads, queries, keys) that apply together; a flag marks those of what is hidden.
 
     Raises:
-        RefusalError: a conjunct is none of: causal, sliding window, chunk, padding of keys.
+        RefusalError: a conjunct is none of: causal, sliding window, chunk, padding of keys, packed prompts.
     """
     reader = MaskReader()
     seen = [sympy.Not(reader.visible(mask)) if hides else reader.visible(mask) for mask, hides in masks]
     condition = sympy.And(*seen)
     query = sympy.Integer(0) if queries == 1 else QUERY
-    offset = window = chunk = key_mask = None
+    offset = window = chunk = key_mask = segments = None
     unsettled = []
     for term in condition.args if isinstance(condition, sympy.And) else (condition,):
         found = _relation(term)
@@ -80,6 +83,10 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
             "tokens can be dropped behind causal attention only",
         )
     for term in unsettled:
+        packed = _segments(term)
+        if packed is not None and segments is None and offset == 0:
+            segments = reader.data[packed]
+            continue
         size = _chunk(term, query + offset)
         if size is None or chunk is not None:
             raise _unknown(term)
@@ -90,7 +97,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         if not size.is_Integer or size < 1:
             raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
         window = int(size)
-    return MaskKind(offset, window, chunk, key_mask)
+    return MaskKind(offset, window, chunk, key_mask, segments)
 
 
 def _relation(term: Any) -> tuple[str, Any] | None:
@@ -123,9 +130,20 @@ def _chunk(term: Any, position: Any) -> int | None:
     return int(size) if size.is_Integer and sympy.simplify(other - position) == 0 else None
 
 
+def _segments(term: Any) -> str | None:
+    """The name of the data f in `f(batch, query) == f(batch, key)`; None for other terms."""
+    if not isinstance(term, sympy.Eq) or not all(isinstance(s, sympy.core.function.AppliedUndef) for s in term.args):
+        return None
+    left, right = term.args
+    batch = {side.args[0] for side in term.args}
+    ends = {side.args[1:] for side in term.args}
+    same = left.func == right.func and batch in ({BATCH}, {sympy.Integer(0)}) and ends == {(QUERY,), (KEY,)}
+    return str(left.func.__name__) if same else None
+
+
 def _unknown(term: Any) -> Exception:
     return refuse(
         Category.MASK,
-        f"a mask term that is none of causal, sliding window, padding of keys: {term}",
+        f"a mask term that is none of causal, sliding window, chunk, padding of keys, packed prompts: {term}",
         "such a layer stays dense; report the model if the term is a standard one",
     )

@@ -44,6 +44,7 @@ class Plan:
         exposure: what the tail shows of dropped rows.
         past: whether keys of earlier tokens come in: a decode step or a later chunk.
         unpadded: placeholders of padding masks: all their elements must be nonzero for the plan to hold.
+        segments: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
     """
 
     sites: tuple[Site, ...]
@@ -59,6 +60,7 @@ class Plan:
     outputs: tuple[Output, ...] = ()
     exposure: Exposure = Exposure.NONE
     unpadded: tuple[fx.Node, ...] = ()
+    segments: tuple[fx.Node, ...] = ()
     past: bool = False
 
     @property
@@ -146,6 +148,7 @@ def _plan(
         outputs,
         exposure,
         unpadded,
+        tuple(dict.fromkeys(s.mask.segments for s in sites if s.mask and s.mask.segments)),
     )
 
 
