@@ -1,0 +1,142 @@
+"""The functions of `benchmarks/accuracy.py`, on a few prompts of one checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import folder, stock
+from eager_reference import DropSpec, EagerReference
+from exactness import assert_near
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+tools: Any = importlib.import_module("accuracy_tools")
+suite: Any = importlib.import_module("accuracy")
+
+NAME, LAYERS, P = "needle-llama", (0, 3), 0.9
+CELL = tools.Cell(768, 4)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Iterator[Any]:
+    folder(NAME)
+    yield tools.Subject(NAME, list(LAYERS), "position", "cpu")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("place", ["in", "out"])
+def test_prompts(place: str) -> None:
+    """The length is exact, the fact is there once, and the question lies where the cell says."""
+    folder(NAME)
+    for seed in range(3):
+        prompt = tools.make_prompt(tools.Cell(768, 4, place), seed)
+        ids = prompt.first[0].tolist()
+        assert len(ids) == 768
+        end = 768 if place == "in" else 768 - tools.BEHIND
+        query, key, ans = ids[end - 3 : end]
+        assert (query, ans) == (4, 5)
+        (fact,) = [i for i in range(end - 3) if ids[i : i + 3] == [2, key, 3]]
+        assert ids[fact + 3 : fact + 8] == [*prompt.answer, 6]
+        assert prompt.second[0].tolist() == ([] if place == "in" else [query, key, ans])
+        assert all(16 <= token < 256 for token in ids[end:])
+
+
+def test_own_selection_against_the_reference(subject: Any) -> None:
+    """Answers, the first distribution, rows and KL are those of the eager reference."""
+    prompt = tools.make_prompt(CELL, 0)
+    got, dense = subject.dropped(prompt, tools.Setting("p", {"p": P})), subject.dense(prompt)
+    reference = EagerReference(stock(NAME), DropSpec(LAYERS, p=P))
+    tokens, logits = reference.generate(prompt.first, tools.ANSWER)
+    plain_tokens, plain = EagerReference(stock(NAME), None).generate(prompt.first, tools.ANSWER)
+    want = reference.prefill(prompt.first)
+    assert got.tokens == tokens[0].tolist() and dense.tokens == plain_tokens[0].tolist()
+    assert got.kept == {layer: len(rows) for layer, rows in want.kept.items()}
+    assert list(got.kept.values())[-1] < CELL.tokens
+    assert_near(got.logprobs.float(), logits[0][0].log_softmax(-1))
+    row = tools.Row(NAME, "", "", "", CELL.tokens, CELL.pairs, CELL.place)
+    row.add(prompt, got, dense)
+    target, given = plain[0].double().log_softmax(-1), logits[0].double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(given, target, log_target=True, reduction="sum")
+    assert row.kl_sum == pytest.approx(float(kl), abs=1e-5)
+    assert (row.n, row.gone, row.exact) == (1, 1, int(tokens[0].tolist() == prompt.answer))
+
+
+def test_rivals_keep_as_many_rows(subject: Any) -> None:
+    """The rows of each rival, worked out by hand, and other answers to the question than the backend's rows give."""
+    prompt = tools.make_prompt(CELL, 1)
+    keep = [500, 300]
+    rows: dict[str, list[int]] = {}
+    for kind in ("sinks+last", "random", "mean"):
+        answer = subject.dropped(prompt, tools.Setting(kind, kind=kind), keep)
+        call = tools.uniprefill_fx.last_call()
+        assert list(answer.kept.values()) == keep and answer.rows == (768, 500, 500, 500, 300, 300, 300, 300)
+        for kept in call.kept.values():
+            assert set(range(128)) | set(range(640, 768)) <= set(kept.tolist())
+        rows[kind] = call.kept[0].tolist()
+    assert rows["sinks+last"] == [*range(128), *range(768 - 372, 768)]
+    assert len({tuple(kept) for kept in rows.values()}) == 3
+
+
+def test_mean_scores() -> None:
+    q, k = torch.randn(1, 4, 50, 8), torch.randn(1, 2, 50, 8)
+    got = importlib.import_module("accuracy_rivals").mean_scores(q, k, 5, 16)
+    want = [
+        sum(float(q[0, head, -5:].mean(0) @ k[0, head // 2, 16 * b : 16 * b + 16].mean(0)) for head in range(4))
+        for b in range(4)
+    ]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_question_out_of_the_window(subject: Any) -> None:
+    prompt = tools.make_prompt(tools.Cell(768, 4, "out"), 0)
+    dense = subject.dense(prompt)
+    tokens = EagerReference(stock(NAME), None)
+    tokens.prefill(prompt.first)
+    logits = tokens.step(prompt.second)[0, -1]
+    assert_near(dense.logprobs.float(), logits.log_softmax(-1))
+    assert dense.tokens == prompt.answer
+    assert subject.dropped(prompt, tools.Setting("p", {"p": P})).rows[-1] < 768
+
+
+def test_eager_runs_are_noticed(subject: Any) -> None:
+    """A model that Dynamo no longer compiles answers, but it is no result."""
+    compiled, subject.model._compiled_call_impl = subject.model._compiled_call_impl, None
+    try:
+        with pytest.raises(RuntimeError, match="ran past the backend"):
+            subject.dense(tools.make_prompt(CELL, 0))
+    finally:
+        subject.model._compiled_call_impl = compiled
+
+
+def test_table_and_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second run adds prompts to the first one's; the table has a row for each setting that ran."""
+    folder(NAME)
+    seen: list[int] = []
+
+    class Fake:
+        def __init__(self, *_: Any) -> None: ...
+
+        def dense(self, prompt: Any) -> Any:
+            seen.append(int(prompt.first.sum()))
+            return tools.Answer(prompt.answer, torch.zeros(2).log_softmax(-1))
+
+        def dropped(self, prompt: Any, setting: Any, keep: Any = ()) -> Any:
+            return tools.Answer([0, *prompt.answer[1:]], torch.tensor([0.0, 1.0]).log_softmax(-1), 0.5, (), {3: 256})
+
+    monkeypatch.setattr(suite, "Subject", Fake)
+    out = tmp_path / "accuracy.json"
+    for rounds in ("1", "3"):
+        suite.main(["--out", str(out), "--small", "--models", NAME, "--variants", "auto", "--rounds", rounds])
+    assert len(seen) == 6 and len(set(seen)) == 6  # three prompts for each of two cells
+    (line,) = [line for line in capsys.readouterr().out.split("\n\n")[-1].splitlines()[-60:] if "p=0.975" in line][-1:]
+    cells = line.split()
+    assert cells[3:10] == ["p=0.975", "1024", "16", "in", "3", "0.0", "100.0"] and cells[10] == "3"
+    assert cells[-2:] == ["3:0.25", "(3/3)"]
