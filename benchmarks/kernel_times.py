@@ -20,7 +20,6 @@ import dataclasses
 import datetime
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ if "--dry-run" in sys.argv:
 
 import torch
 import triton
+from clock import Clock
 from kernel_checks import check_all, packed
 from torch import Tensor
 
@@ -58,67 +58,6 @@ SWEEP = [
     Tiles(256, 64, 8, 2, registers=128),
     Tiles(256, 64, 8, 3),
 ]
-
-
-class Clock:
-    """Milliseconds of a function; on the CPU of one run, which only shows that it runs."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.cuda, self.repeats = device.type == "cuda", repeats
-        # written in between, this leaves nothing else in the L2 cache
-        self.other = torch.empty(1 << 28 if self.cuda else 1, dtype=torch.int8, device=device)
-
-    def device_ms(self, function: Callable[[], Any], cold: bool) -> float:
-        """Median time on the device, without the host's: of a CUDA graph."""
-        if not self.cuda:
-            return self.running_ms(function)
-        function()  # compiles
-        torch.cuda.synchronize()
-        graph, turns = torch.cuda.CUDAGraph(), 1 if cold else 20
-        with torch.cuda.graph(graph):
-            for _ in range(turns):
-                function()
-        for _ in range(3):
-            graph.replay()
-        return self._median(graph.replay, cold) / turns
-
-    def running_ms(self, function: Callable[[], Any]) -> float:
-        """Median time as it runs, waits for the device included."""
-        if not self.cuda:
-            began = time.perf_counter()
-            function()
-            return (time.perf_counter() - began) * 1e3
-        for _ in range(3):
-            function()
-        return self._median(function, cold=True)
-
-    def _median(self, function: Callable[[], Any], cold: bool) -> float:
-        times = []
-        for _ in range(self.repeats):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if cold:
-                self.other.zero_()
-            begin.record()
-            function()
-            end.record()
-            times.append((begin, end))
-        torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in times)
-
-    def launches(self, function: Callable[[], Any]) -> dict[str, float]:
-        """Microseconds of each kernel that the function launches, from the profiler; empty on the CPU."""
-        if not self.cuda:
-            return {}
-        function()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            function()
-            torch.cuda.synchronize()
-        found: dict[str, float] = {}
-        for event in profile.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                found[f"{len(found)} {event.name}"] = event.time_range.elapsed_us()
-        return found
 
 
 def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

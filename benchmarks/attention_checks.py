@@ -1,0 +1,160 @@
+"""Is what `attention_times.py` measures right? The kernel, and the op that calls it, against the float32 twin."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from kernel_checks import packed, poisoned_memory
+from torch import Tensor
+
+import uniprefill_fx.lowering.cuda  # noqa: F401  registers what the op runs on CUDA
+from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
+
+BLOCK = 64
+ALLOWED = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+Attention = dict[str, Any]  # arguments of `slot_attention`
+
+# what differs from: 4/2 heads, bf16, a stream of 1,500 rows that were 2,300 tokens
+EVERYTHING = {"window": 300, "chunk": 700, "softcap": 20.0, "sinks": True, "bias": True, "padding": True}
+CASES: dict[str, dict[str, Any]] = {
+    "head 64, window": {"dim": 64, "window": 128},
+    "head 80, window": {"dim": 80, "window": 200},
+    "head 96, window": {"dim": 96, "window": 200},
+    "head 128, window": {"dim": 128, "window": 1024},
+    "head 192/128": {"dim": 192, "v_dim": 128},
+    "head 256, window": {"dim": 256, "window": 1024},
+    "head 256, softcap, float16": {"dim": 256, "softcap": 30.0, "dtype": torch.float16},
+    "float32, head 64": {"dim": 64, "window": 300, "dtype": torch.float32},
+    "float32, head 128": {"dim": 128, "chunk": 500, "dtype": torch.float32},
+    "float32, head 256": {"dim": 256, "dtype": torch.float32},
+    "sinks": {"dim": 64, "window": 128, "sinks": True},
+    "alibi": {"dim": 128, "bias": True},
+    "alibi, by row": {"dim": 128, "bias": True, "slots": False},
+    "padding, batch": {"dim": 64, "padding": True, "batch": 3},
+    "by row, chunk": {"dim": 128, "chunk": 512, "slots": False},
+    "packed, causal": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "slots": False},
+    "packed, window": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "window": 300},
+    "packed, everything": {"dim": 96, "lengths": (700, 130, 670), **EVERYTHING},
+    "one query": {"dim": 256, "queries": 1, "window": 1024},
+    "five queries": {"dim": 128, "queries": 5, "sinks": True},
+    "second chunk": {"dim": 128, "queries": 600},
+    "256 requests": {"dim": 64, "lengths": tuple(range(256)), "window": 100},
+}
+TINY = {"tiny": {"dim": 16, "rows": 70, "window": 20}, "tiny, packed": {"dim": 16, "lengths": (20, 0, 9)}}
+
+
+def compact_slots(rows: int, keep: float, device: torch.device) -> Tensor:
+    """Slots of `rows` rows, whole blocks of a prompt of which a fraction `keep` stayed."""
+    blocks = -(-rows // BLOCK)
+    chosen = torch.randperm(max(blocks, int(blocks / keep)), device=device)[:blocks].sort().values
+    return (chosen[:, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten()[:rows]
+
+
+def arguments(
+    device: torch.device,
+    dim: int,
+    v_dim: int | None = None,
+    rows: int = 1500,
+    lengths: Sequence[int] = (),
+    queries: int | None = None,
+    slots: bool = True,
+    heads: tuple[int, int] = (4, 2),
+    batch: int = 1,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    bias: bool = False,
+    padding: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    keep: float = 0.65,
+) -> Attention:
+    """Random operands, in memory as projections leave them: (batch, tokens, heads, dim)."""
+    torch.manual_seed(0)
+    rows, queries = sum(lengths) or rows, queries or sum(lengths) or rows
+    place = torch.cat([compact_slots(n, keep, device) for n in lengths or (rows,)]) if slots else None
+    places = int(place.max()) + 1 if place is not None else max(lengths or (rows,))
+
+    def operand(count: int, heads: int, dim: int, spread: float) -> Tensor:
+        x = torch.empty(batch, count, heads, dim, device=device, dtype=dtype)
+        return x.normal_(0.0, spread).transpose(1, 2)
+
+    mask = None
+    if padding:
+        mask = torch.rand(batch, places, device=device) > 0.2
+        mask[:, :40] = False
+    return {
+        "q": operand(queries, heads[0], dim, 2.5),
+        "k": operand(rows, heads[1], dim, 1.0),
+        "v": operand(rows, heads[1], v_dim or dim, 1.0),
+        "q_slots": place if place is None or queries == rows else place[rows - queries :],
+        "k_slots": place,
+        "cu_seqlens": packed(tuple(lengths), device) if lengths else None,
+        "key_mask": mask,
+        "scale": None,
+        "window": window,
+        "chunk": chunk,
+        "softcap": softcap,
+        "sinks": torch.randn(heads[0], device=device).to(dtype) if sinks else None,
+        "bias": -torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
+    }
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def check(name: str, options: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """[(what, relative error, allowed)] of one case: the kernel, and the op, which may choose SDPA."""
+    given = arguments(device, **options)
+    want, allowed = slot_attention_reference(**given), ALLOWED[given["q"].dtype]
+    with poisoned_memory():
+        got, again = slot_attention(**given), slot_attention(**given)
+    error = difference(got, want) if got.equal(again) else float("inf")
+    by_op = torch.ops.uniprefill.attention(*given.values())
+    return [(f"attention, {name}", error, allowed), (f"the op, {name}", difference(by_op, want), allowed)]
+
+
+def check_large_offsets(device: torch.device) -> tuple[str, float, float]:
+    """Heads that lie more than 2^31 elements apart."""
+    rows, dim = 1000, 64
+    given = arguments(device, dim, rows=rows, window=300, heads=(2, 2))
+    for name in "qkv":
+        memory = torch.empty((1 << 31) + (1 << 20), dtype=torch.bfloat16, device=device)
+        given[name] = memory.as_strided((1, 2, rows, dim), (0, (1 << 31) + 16, dim, 1)).copy_(given[name])
+    got = slot_attention(**given)
+    return "attention, beyond 2^31 elements", difference(got, slot_attention_reference(**given)), 6e-3
+
+
+def check_all(device: torch.device, tiny: bool, also: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Every check with its error; SystemExit after the last, when one failed.
+
+    On a GPU, several processes share the cases: most of the time is compilation, whose results stay in Triton's cache.
+    `also`: (function, arguments) that are worth compiling in the same way.
+    """
+    if tiny:
+        found = [result for name, options in TINY.items() for result in check(name, options, device)]
+    else:
+        with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as pool:
+            checks = [pool.submit(check, name, options, device) for name, options in CASES.items()]
+            others = [pool.submit(function, *args) for function, args in also]
+            found = [result for future in checks for result in future.result()]
+            for future in others:
+                future.result()
+        found.append(check_large_offsets(device))
+    failed = list(_failures(found))
+    print(f"{len(found)} checks against the float32 twin, {len(failed)} failed", flush=True)
+    if failed:
+        raise SystemExit("\n".join(failed))
+    return [{"check": what, "error": error, "allowed": allowed} for what, error, allowed in found]
+
+
+def _failures(found: Sequence[tuple[str, float, float]]) -> Iterator[str]:
+    for what, error, allowed in found:
+        if not error <= allowed:  # not a number counts too
+            yield f"{what}: error {error:.3g}, allowed {allowed:.3g}"

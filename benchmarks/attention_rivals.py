@@ -1,0 +1,132 @@
+"""What else computes the attention of `slot_attention`: each maker gives a function without arguments, or None."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from uniprefill_fx.ops.attention import attention_reference
+
+Run = Callable[[], Tensor]
+FLEX_BLOCK = 128
+MASK_ROWS = 8192  # more make an explicit mask of all heads too large
+
+
+def places(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slots and requests of the queries, slots and requests of the keys."""
+    keys, queries, cu = given["k"].shape[2], given["q"].shape[2], given["cu_seqlens"]
+    row = torch.arange(keys, device=given["k"].device)
+    request = torch.zeros_like(row) if cu is None else torch.searchsorted(cu, row, right=True) - 1
+    slot = given["k_slots"]
+    if slot is None:
+        slot = row if cu is None else row - cu[request]
+    return slot[keys - queries :], request[keys - queries :], slot, request
+
+
+def visible_range(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """For each query the keys [low, high) that it sees: these are one range, as slots ascend."""
+    a, request, slot, k_request = places(given)
+    oldest = torch.zeros_like(a)
+    if given["window"] is not None:
+        oldest = torch.maximum(oldest, a - given["window"] + 1)
+    if given["chunk"] is not None:
+        oldest = torch.maximum(oldest, a // given["chunk"] * given["chunk"])
+    stride = int(slot.max()) + 2  # requests one behind another
+    line = k_request * stride + slot
+    return torch.searchsorted(line, request * stride + oldest), torch.searchsorted(
+        line, request * stride + a, right=True
+    )
+
+
+def present(given: dict[str, Any]) -> Run:
+    """The op's plain torch body: SDPA by 256 query rows, a wait for the host before."""
+    return lambda: attention_reference(**given)
+
+
+def explicit_mask(given: dict[str, Any]) -> Run | None:
+    """SDPA with the whole mask; keys and values repeated, which the kernels that take a mask need."""
+    queries, keys = given["q"].shape[2], given["k"].shape[2]
+    if queries * keys > MASK_ROWS**2 or given["sinks"] is not None:
+        return None
+    low, high = visible_range(given)
+    row = torch.arange(keys, device=low.device)
+    mask = (row >= low[:, None]) & (row < high[:, None])
+    groups = given["q"].shape[1] // given["k"].shape[1]
+
+    def run() -> Tensor:
+        k, v = (given[name].repeat_interleave(groups, 1) for name in "kv")
+        return F.scaled_dot_product_attention(given["q"], k, v, attn_mask=mask, scale=given["scale"])
+
+    return run
+
+
+def varlen(given: dict[str, Any]) -> Run | None:
+    """torch's flash attention on packed requests; its window counts rows, so it is no rival where slots have holes."""
+    windowed = given["window"] is not None
+    if (windowed and given["k_slots"] is not None) or given["chunk"] is not None or given["sinks"] is not None:
+        return None
+    keys, queries = given["k"].shape[2], given["q"].shape[2]
+    cu = given["cu_seqlens"]
+    k_cu = cu if cu is not None else torch.tensor([0, keys], dtype=torch.int32, device=given["k"].device)
+    q_cu = cu if cu is not None else torch.tensor([0, queries], dtype=torch.int32, device=given["k"].device)
+    q, k, v = (given[name][0].transpose(0, 1) for name in "qkv")
+    options: dict[str, Any] = {"window_size": (given["window"] - 1, 0) if windowed else (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    # the longest request is not known to the host: all rows are a bound
+    return lambda: varlen_attn(q, k, v, q_cu, k_cu, queries, keys, **options).transpose(0, 1)[None]
+
+
+def block_mask(given: dict[str, Any]) -> BlockMask:
+    """By slot, without a mask of queries x keys: ranges of blocks from the ranges of keys."""
+    low, high = visible_range(given)
+    queries, keys = given["q"].shape[2], given["k"].shape[2]
+    q_blocks, k_blocks = -(-queries // FLEX_BLOCK), -(-keys // FLEX_BLOCK)
+    row = torch.arange(q_blocks * FLEX_BLOCK, device=low.device).clamp(max=queries - 1).view(q_blocks, -1)
+    some = low[row].amin(1) // FLEX_BLOCK, (high[row].amax(1) + FLEX_BLOCK - 1) // FLEX_BLOCK
+    every = (low[row].amax(1) + FLEX_BLOCK - 1) // FLEX_BLOCK, high[row].amin(1) // FLEX_BLOCK
+    block = torch.arange(k_blocks, device=low.device)
+    touched = (block >= some[0][:, None]) & (block < some[1][:, None])
+    full = (block >= every[0][:, None]) & (block < every[1][:, None])
+    chosen = []
+    for which in (touched & ~full, full):
+        chosen.append(which.sum(1, dtype=torch.int32)[None, None])
+        chosen.append((~which).to(torch.int8).sort(stable=True, dim=1).indices.int()[None, None])
+    low32, high32 = low.int(), high.int()
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= low32[i]) & (j < high32[i])
+
+    return BlockMask.from_kv_blocks(
+        *chosen, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(queries, keys), compute_q_blocks=False
+    )
+
+
+def flex(given: dict[str, Any]) -> Run:
+    """FlexAttention, compiled; the block mask is made before, once."""
+    torch._dynamo.reset()  # each mask is a compilation, and after eight of them Dynamo would run it eagerly
+    mask, compiled, sinks = block_mask(given), torch.compile(flex_attention, dynamic=False), given["sinks"]
+    options = {"block_mask": mask, "scale": given["scale"], "enable_gqa": True}
+    if sinks is None:
+        return lambda: compiled(given["q"], given["k"], given["v"], **options)
+
+    def run() -> Tensor:
+        out, lse = compiled(given["q"], given["k"], given["v"], return_lse=True, **options)
+        return out * torch.sigmoid(lse - sinks.float()[:, None])[..., None].to(out.dtype)
+
+    return run
+
+
+RIVALS: dict[str, Callable[[dict[str, Any]], Run | None]] = {
+    "present": present,
+    "flex": flex,
+    "explicit_mask": explicit_mask,
+    "varlen": varlen,
+}
