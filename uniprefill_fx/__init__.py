@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from uniprefill_fx.api import compile
+    from uniprefill_fx.calibration import Calibration, calibrate
     from uniprefill_fx.config import OptionError, PrefillConfig
     from uniprefill_fx.errors import CompactCacheError, StrictError
     from uniprefill_fx.frontends.mixers import register_mixer
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from uniprefill_fx.selection import override
 
 _HOME = {
+    "calibrate": "calibration",
+    "Calibration": "calibration",
     "compile": "api",
     "explain": "report",
     "disabled": "runtime",
@@ -32,11 +35,13 @@ _HOME = {
     "StrictError": "errors",
 }
 __all__ = [
+    "Calibration",
     "CompactCacheError",
     "LastCall",
     "OptionError",
     "PrefillConfig",
     "StrictError",
+    "calibrate",
     "compile",
     "disabled",
     "explain",

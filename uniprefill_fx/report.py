@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +9,10 @@ import torch
 from torch import fx
 
 from uniprefill_fx.api import options_for
-from uniprefill_fx.backend import Compilation, compile_graph
+from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Refusal
-from uniprefill_fx.frontends import gating
+from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.runtime import LastCall, last_call
 
@@ -105,21 +102,10 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
     config = PrefillConfig.from_options({"inner_backend": "eager", **options_for(model, options)})
     compilations: list[Compilation] = []
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return compile_graph(gm, inputs, config, compilations.append)
-
-    setattr(backend, gating.OURS, True)
-    forward = torch._dynamo.eval_frame.innermost_fn(getattr(model, "forward", model))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    # A code object of its own: Dynamo keeps compilations by code object, and those of the user must not be crowded out.
-    once = types.FunctionType(run.__code__.replace(), run.__globals__, "explained", None, run.__closure__)
+    run = isolated(model, config, compilations.append)
     kwargs = dict(call or {})
-    if "logits_to_keep" in inspect.signature(forward).parameters:
+    if takes(model, "logits_to_keep"):
         kwargs.setdefault("logits_to_keep", 1)
     with torch.inference_mode():
-        args = () if input_ids is None else (input_ids,)
-        torch.compile(once, backend=backend)(*args, **kwargs)
+        run(*(() if input_ids is None else (input_ids,)), **kwargs)
     return Report(config, tuple(compilations), last_call())

@@ -1,0 +1,114 @@
+"""`calibrate()`: what it returns holds on the eager reference, too."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import fresh, needle_ids, stock
+from eager_reference import DropSpec, EagerReference
+from tiny import tiny_gemma3, tiny_llama, token_ids
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+import uniprefill_fx
+from uniprefill_fx import OptionError, calibrate
+
+SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 16}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers_logging.disable_progress_bar()
+
+
+def kl_by_hand(model: Any, options: dict[str, Any], ids: Tensor, positions: int) -> tuple[float, int]:
+    """KL from dense in the last positions by the eager reference, and rows kept after the last drop."""
+    spec = DropSpec(tuple(options["drop_layers"]), p=tuple(options["p"]), **SHARP)
+    dropped = EagerReference(model, spec).prefill(ids)
+    with torch.inference_mode():
+        dense = model(ids).logits[0, -positions:].double().log_softmax(-1)
+    got = dropped.logits[0, -positions:].double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(got, dense, log_target=True, reduction="none").sum(-1).mean()
+    return float(kl), len(list(dropped.kept.values())[-1])
+
+
+def test_budget_holds_by_the_reference(tmp_path: Path) -> None:
+    """A tight and a loose budget: KL is what the reference gives, within the budget; a looser one saves more work."""
+    model, prompts = tiny_llama(4), [token_ids(300, seed=1), token_ids(333, seed=2)[0]]
+    found = {
+        budget: calibrate(model, prompts, max_kl=budget, grid=(0.99, 0.95, 0.9, 0.7), **SHARP)
+        for budget in (0.002, 0.2)
+    }
+    for budget, result in found.items():
+        by_hand = [kl_by_hand(model, result.options, ids.reshape(1, -1), 16) for ids in prompts]
+        assert result.kl == pytest.approx(sum(kl for kl, _ in by_hand) / 2, rel=1e-3, abs=1e-6)
+        assert result.worst_kl == pytest.approx(max(kl for kl, _ in by_hand), rel=1e-3, abs=1e-6)
+        assert 0 < result.kl <= budget and result.max_kl == budget
+        mean = sum(rows / ids.numel() for (_, rows), ids in zip(by_hand, prompts, strict=True)) / 2
+        assert result.kept[result.options["drop_layers"][-1]] == pytest.approx(mean)
+        assert 3 not in result.options["drop_layers"]  # a drop after the last layer saves nothing
+    assert found[0.2].work < found[0.002].work < 1.0
+    assert found[0.2].work < 0.8
+    found[0.2].save(tmp_path / "options.json")
+    options = json.loads((tmp_path / "options.json").read_text())
+    assert options == found[0.2].options and "inner_backend" not in options
+    uniprefill_fx.PrefillConfig.from_options(options)
+    assert f"budget {0.2:g}" in str(found[0.2])
+
+
+def test_candidates_are_the_given_layers() -> None:
+    found = calibrate(tiny_llama(4), [token_ids(300)], max_kl=0.5, drop_layers=[1], grid=(0.9, 0.5), **SHARP)
+    assert found.options["drop_layers"] == [1] and found.options["p"] == [0.5]
+
+
+def test_no_drop_fits() -> None:
+    """Options that keep everything, rather than ones that break the budget."""
+    found = calibrate(tiny_llama(3), [token_ids(300)], max_kl=1e-12, drop_layers=[1], grid=(0.5,), **SHARP)
+    assert found.options["p"] == [1.0] and found.kl == pytest.approx(0, abs=1e-12) and found.work == 1.0
+
+
+@pytest.mark.slow
+def test_the_model_is_left_alone() -> None:
+    model, ids = tiny_llama(3), token_ids(300)
+    uniprefill_fx.compile(model, drop_layers=[1], p=0.7, min_tokens=0, inner_backend="eager", **SHARP)
+    calibrate(model, [ids], max_kl=0.1, drop_layers=[0], grid=(0.9,), **SHARP)
+    with torch.inference_mode():
+        model(ids, logits_to_keep=1)
+    call = uniprefill_fx.last_call()
+    assert call is not None and list(call.kept) == [1] and call.dropped
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "part"),
+    [
+        ({"prompts": []}, ValueError, "at least one prompt"),
+        ({"max_kl": 0.0}, ValueError, "max_kl=0.0"),
+        ({"grid": (1.5,)}, ValueError, r"values of p in \(0, 1\]"),
+        ({"positions": 200}, ValueError, "last_n=128"),
+        ({"block_sice": 3}, OptionError, "block_size"),
+        ({"prompts": [token_ids(300), token_ids(16)]}, ValueError, "a prompt of 16 tokens"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=part):
+        calibrate(tiny_llama(2), **({"prompts": [token_ids(300)]} | arguments))
+
+
+def test_nothing_to_drop() -> None:
+    model = tiny_gemma3(layers=2, layer_types=["sliding_attention"] * 2)
+    with pytest.raises(RuntimeError, match=r"nothing can be dropped in this model: \[no-full-attention\]"):
+        calibrate(model, [token_ids(300)])
+
+
+@pytest.mark.slow
+def test_checkpoint(checkpoint: str) -> None:
+    """Within the budget, and near it on prompts that were not calibrated on."""
+    found = calibrate(fresh(checkpoint), [needle_ids(1024, seed=s) for s in range(3)], max_kl=0.02, **SHARP)
+    assert found.kl <= 0.02 and found.work < 0.95
+    others = [kl_by_hand(stock(checkpoint), found.options, needle_ids(1024, seed=s), 16)[0] for s in range(10, 13)]
+    assert math.fsum(others) / 3 < 0.05

@@ -1,0 +1,44 @@
+"""A compilation of a model that leaves the user's own alone: for `explain()` and `calibrate()`."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from uniprefill_fx.backend import Compilation, compile_graph
+from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.frontends import gating
+
+
+def isolated(
+    model: Any, config: PrefillConfig, observer: Callable[[Compilation], None] | None = None
+) -> Callable[..., Any]:
+    """The model's forward, compiled by this backend for this caller only.
+
+    The model stays as it is, compiled or not. `observer` sees each compilation as it is made.
+    """
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_graph(gm, inputs, config, observer)
+
+    setattr(backend, gating.OURS, True)
+    forward = torch._dynamo.eval_frame.innermost_fn(getattr(model, "forward", model))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    # A code object of its own: Dynamo keeps compilations by code object, and those of the user must not be crowded out.
+    once = types.FunctionType(run.__code__.replace(), run.__globals__, "isolated", None, run.__closure__)
+    compiled: Callable[..., Any] = torch.compile(once, backend=backend)
+    return compiled
+
+
+def takes(model: Any, parameter: str) -> bool:
+    """Whether the model's forward has a parameter of this name."""
+    forward = torch._dynamo.eval_frame.innermost_fn(getattr(model, "forward", model))
+    return parameter in inspect.signature(forward).parameters
