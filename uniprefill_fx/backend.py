@@ -22,13 +22,16 @@ from uniprefill_fx.lowering.inner import inner_backend
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.constants import write_constants
 from uniprefill_fx.passes.extract import extract
-from uniprefill_fx.passes.inplace import remove_augmented_assignments
+from uniprefill_fx.passes.inplace import remove_in_place
+from uniprefill_fx.passes.layer_ops import expand_layer_ops
 from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
+from uniprefill_fx.passes.products import write_products
 from uniprefill_fx.passes.propagate import propagate
 from uniprefill_fx.passes.rewrite import rewrite
 from uniprefill_fx.passes.sites import find_sites
 from uniprefill_fx.passes.split import split_at_selections
+from uniprefill_fx.passes.triangles import mark_triangles
 from uniprefill_fx.passes.values import copy_module
 from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
 from uniprefill_fx.tracing import TraceAgain, trace_symbolic
@@ -81,7 +84,10 @@ def compile_graph(
         raise TraceAgain("a library was imported since the backend was loaded")
     began = time.perf_counter()
     write_constants(gm)
-    remove_augmented_assignments(gm)
+    remove_in_place(gm)
+    expand_layer_ops(gm)
+    write_products(gm)
+    mark_triangles(gm, example_inputs)
     blocked = _blocked(gm, example_inputs)
     plan = make_plan(gm, config, blocked)
     trace_symbolic(plan, gm, example_inputs)

@@ -19,6 +19,7 @@ from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.outputs import Exposure
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.split import Piece
+from uniprefill_fx.passes.triangles import MARK, Unchanged
 from uniprefill_fx.passes.values import expression, meta
 from uniprefill_fx.selection import Changed, arguments, changes
 
@@ -139,6 +140,7 @@ class Prefill:
         self.count_input = names.index(plan.count.name)
         self.segments = segments
         self.masks = [names.index(n.name) for n in plan.unpadded]
+        self.triangles = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.triangles]
         self.released = _released(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
         self.warned = False
@@ -166,6 +168,13 @@ class Prefill:
         for numbers in self.segments(*args):
             if not bool((numbers == numbers[:, :1]).all()):
                 return Refusal(Category.PACKED, "position_ids restart: packed prompts", "pass prompts one by one")
+        for index, unchanged in self.triangles:
+            if not unchanged(args[index]):
+                return Refusal(
+                    Category.MASK,
+                    "a buffer that was a causal mask when the model was compiled has other values now",
+                    "compile the model again if its mask is meant to change",
+                )
         return None
 
     def _drop(self, tokens: int, args: Sequence[Any]) -> Any:

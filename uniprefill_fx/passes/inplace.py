@@ -1,13 +1,15 @@
-"""Make augmented assignments that nobody else sees into ordinary operations.
+"""Make in-place operations that nobody else sees into ordinary ones.
 
 `mlp += attn` writes into a value of all tokens what may be computed on kept ones; as long as only its result is read
 afterwards, `mlp + attn` is the same. Before::
 
     out = operator.iadd(mlp, attn)
+    scores.masked_fill_(hidden, -inf)           # and `scores` is read below
 
 After::
 
     out = operator.add(mlp, attn)
+    scores_1 = scores.masked_fill(hidden, -inf)      # and `scores_1` is
 """
 
 from __future__ import annotations
@@ -25,37 +27,53 @@ PLAIN = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
+METHODS = {"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
 
-def remove_augmented_assignments(gm: fx.GraphModule) -> int:
-    """Replace in-place arithmetic whose target is not read again, in place; returns how many."""
+def remove_in_place(gm: fx.GraphModule) -> int:
+    """Replace in-place arithmetic whose target has no other name, in place; returns how many."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     replaced = 0
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target not in PLAIN or not _alone(node, order):
+        methods = node.op == "call_method" and node.target in METHODS
+        if not (methods or (node.op == "call_function" and node.target in PLAIN)) or not _keeps_type(node):
             continue
-        target, other = node.args
-        # The in-place operation keeps the target's dtype and shape; the plain one must not promote or broadcast it.
-        same = isinstance(other, int | float) or (
-            isinstance(other, fx.Node)
-            and isinstance(meta(other), torch.Tensor)
-            and meta(other).dtype == meta(target).dtype
-            and len(shape(other) or ()) <= len(shape(target) or ())
-        )
-        if same and meta(target).is_floating_point():
-            node.target = PLAIN[node.target]
-            replaced += 1
+        later = _read_later(node, order)
+        if later is None:
+            continue
+        for user in later:
+            user.replace_input_with(node.args[0], node)
+        node.target = METHODS[node.target] if methods else PLAIN[node.target]
+        replaced += 1
     if replaced:
         gm.recompile()
     return replaced
 
 
-def _alone(node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether nothing but the result is read after the write: not the target, not what shares its storage."""
-    target = node.args[0]
-    if not isinstance(target, fx.Node) or not isinstance(meta(target), torch.Tensor) or target.op == "placeholder":
+def _keeps_type(node: fx.Node) -> bool:
+    """Whether the plain operation gives the target's dtype and shape, as the in-place one does."""
+    target = meta(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(target, torch.Tensor):
         return False
+    if node.target == "masked_fill_":
+        mask = node.args[1] if len(node.args) == 3 else None
+        return isinstance(mask, fx.Node) and len(shape(mask) or ()) <= target.ndim
+    if len(node.args) != 2 or node.kwargs or not target.is_floating_point():
+        return False
+    other = meta(node.args[1]) if isinstance(node.args[1], fx.Node) else node.args[1]
+    same = isinstance(other, torch.Tensor) and other.dtype == target.dtype and other.ndim <= target.ndim
+    return same or isinstance(other, int | float)
+
+
+def _read_later(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
+    """Who reads the target after the write; None if it has another name, or views that are read then."""
+    target = node.args[0]
+    if not isinstance(target, fx.Node) or target.op == "placeholder":
+        return None
+    later: list[fx.Node] = []
     for alias in aliases(target, through_writes=False):
-        if alias.op == "placeholder" or any(user is not node and order[user] > order[node] for user in alias.users):
-            return False
-    return True
+        readers = [user for user in alias.users if user is not node and order[user] > order[node]]
+        if alias.op == "placeholder" or (readers and alias is not target):
+            return None
+        later += readers
+    return later

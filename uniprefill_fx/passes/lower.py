@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite import clean
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta
@@ -33,6 +34,8 @@ def lower_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> int:
     for site in sites:
         if site.mask is None or (site.stored and not _last_tokens(site)) or not (site.stored or site.fresh):
             continue
+        if site.mask.triangles:
+            continue  # only a look at the values, at each call, could say that the mask is what it was
         with gm.graph.inserting_before(site.node):
             new = _attention(gm.graph, site)
         new.meta = dict(site.node.meta)
@@ -62,12 +65,16 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
     k: Any = site.k
     v: Any = site.v
     q_slots = k_slots = None
+    bias: Any = site.bias
+    if site.mask.alibi is not None:
+        tokens = site.stored[0].seen if site.stored else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
+        bias = alibi_bias(graph, *site.mask.alibi, tokens, meta(site.q).device)
     if site.stored is not None:
         keys, values = site.stored
         k, v = keys.rows, values.rows
         one = meta(site.q).shape[2] == 1
         if not (
-            one and site.mask.full and key_mask is None and site.bias is None
+            one and site.mask.full and key_mask is None and bias is None
         ):  # one query sees all that is stored: no slots needed
             k_slots = keys.slots
             queries = 1 if one else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
@@ -93,7 +100,7 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
             site.mask.chunk,
             site.softcap,
             site.sinks,
-            site.bias,
+            bias,
             site.mask.segments,
         ),
     )

@@ -15,14 +15,18 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.values import expression, meta, name_of, peel
+from uniprefill_fx.passes.mask_numbers import as_number, choose, compared, constant, scalar, truth, visible
+from uniprefill_fx.passes.triangles import MARK
+from uniprefill_fx.passes.values import aliases, expression, meta, name_of, shape, written_nodes
 
 AXES = sympy.symbols("axis0:8", integer=True)
 
 COMPARE = {"lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge, "eq": sympy.Eq, "ne": sympy.Ne}
 ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": FloorDiv}
+ARITHMETIC |= {"truediv": operator.truediv, "div": operator.truediv, "rsub": lambda left, right: right - left}
+FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 LOGIC = {"and_": sympy.And, "logical_and": sympy.And, "or_": sympy.Or, "logical_or": sympy.Or}
-CASTS = frozenset("to bool long int contiguous clone detach".split())
+CASTS = frozenset("to bool long int float half bfloat16 double type_as contiguous clone detach".split())
 
 
 class MaskReader:
@@ -31,11 +35,13 @@ class MaskReader:
     def __init__(self) -> None:
         self.memo: dict[fx.Node, Any] = {}
         self.data: dict[str, fx.Node] = {}
+        self.triangles: set[fx.Node] = set()
+        self.reading: list[fx.Node] = []
 
     def read(self, value: Any, ndim: int) -> Any:
         """The expression of an operand, aligned (as broadcasting aligns) to a result of `ndim` axes."""
         if not isinstance(value, fx.Node):
-            return sympy.sympify(value)
+            return constant(value) if isinstance(value, int | float) else sympy.sympify(value)
         fake = meta(value)
         if not isinstance(fake, torch.Tensor):
             return expression(fake) if isinstance(fake, torch.SymInt | int) else sympy.Symbol(value.name)
@@ -43,48 +49,52 @@ class MaskReader:
         found = self.node(value)
         return found.xreplace({AXES[i]: AXES[i + shift] for i in range(fake.ndim)}) if shift else found
 
-    def visible(self, mask: fx.Node) -> Any:
-        """What a mask lets a query see: true of a boolean one, 0 (and not a very low number) of an additive one."""
+    def visible(self, mask: fx.Node) -> tuple[Any, Any]:
+        """What a mask lets a query see, and what it adds to the logits there: 0, or a bias.
+
+        Raises:
+            RefusalError: what it adds differs from case to case.
+        """
+        seen = self.read(mask, 4)
         if meta(mask).dtype == torch.bool:
-            return _truth(self.read(mask, 4))
-        source = peel(mask, ("to", "expand", "contiguous", "float", "type_as"))
-        name, args = name_of(source), source.args
-        shift = 4 - meta(source).ndim
-        if name == "where" and _is_zero(args[1]) and _is_low(args[2]) and isinstance(args[0], fx.Node):
-            return _truth(self.read(args[0], 4))
-        if name == "where" and _is_low(args[1]) and _is_zero(args[2]) and isinstance(args[0], fx.Node):
-            return sympy.Not(_truth(self.read(args[0], 4)))
-        if name == "masked_fill" and _is_low(args[2]) and self.read(args[0], 4) == 0 and isinstance(args[1], fx.Node):
-            return sympy.Not(_truth(self.read(args[1], 4)))
-        if name == "triu" and isinstance(args[0], fx.Node) and _is_filled_low(args[0]):
-            row, column = AXES[meta(source).ndim - 2 + shift], AXES[meta(source).ndim - 1 + shift]
-            return sympy.Lt(column, row + _diagonal(source))
-        raise refuse(
-            Category.MASK,
-            f"an additive mask that is neither 0 nor very low: `{name or source.name}`",
-            "such a layer stays dense",
-        )
+            return truth(seen), sympy.Integer(0)
+        condition, added = visible(seen)
+        if added is None:
+            raise refuse(
+                Category.MASK, f"an additive mask that hides nothing: `{name_of(mask)}`", "such a layer stays dense"
+            )
+        return condition, added
 
     def node(self, node: fx.Node) -> Any:
-        if node not in self.memo:
-            found = self._evaluate(node)
-            ndim = meta(node).ndim
-            if found is None or ndim > len(AXES):
-                self.data[node.name] = node
-                found = sympy.Function(node.name)(*AXES[:ndim])
-            # Along an axis of size 1 the index is 0, which is also what broadcasting needs.
-            ones = {AXES[d]: sympy.Integer(0) for d, s in enumerate(meta(node).shape) if expression(s) == 1}
-            self.memo[node] = found.xreplace(ones)
-        return self.memo[node]
+        """The expression of a node, opaque where something else writes to it in place."""
+        if node in self.memo:
+            return self.memo[node]
+        self.reading.append(node)
+        writers = {user for alias in aliases(node) for user in alias.users if alias in written_nodes(user)}
+        found = self._evaluate(node) if writers <= set(self.reading) else None
+        self.reading.pop()
+        ndim = meta(node).ndim
+        if found is None or ndim > len(AXES):
+            self.data[node.name] = node
+            found = sympy.Function(node.name)(*AXES[:ndim])
+        # Along an axis of size 1 the index is 0, which is also what broadcasting needs.
+        found = found.xreplace(
+            {AXES[d]: sympy.Integer(0) for d, s in enumerate(meta(node).shape) if expression(s) == 1}
+        )
+        if not writers:
+            self.memo[node] = found
+        return found
 
     def _evaluate(self, node: fx.Node) -> Any:
         name, args, ndim = name_of(node).strip("_"), node.args, meta(node).ndim
         if name == "arange" and not {"step"} & node.kwargs.keys() and len(args) in (1, 2):
             return AXES[0] + (self.read(args[0], 0) if len(args) == 2 else 0)
-        if name in ("zeros", "new_zeros", "zeros_like"):
-            return sympy.Integer(0)
-        if name in ("ones", "new_ones", "ones_like"):
-            return sympy.true if meta(node).dtype == torch.bool else sympy.Integer(1)
+        if node.op == "placeholder":
+            return self._triangle(node)
+        if name in FILLED:
+            return self._number(FILLED[name], node)
+        if name in ("full", "new_full", "full_like", "tensor", "scalar_tensor"):
+            return self._number(scalar(node), node)
         if name == "and":
             name = "and_"
         if name == "or":
@@ -92,18 +102,30 @@ class MaskReader:
         if name in COMPARE or name in ARITHMETIC or name in LOGIC:
             left, right = (self.read(a, ndim) for a in args[:2])
             if name in LOGIC:
-                return LOGIC[name](_truth(left), _truth(right))
-            if left in (sympy.true, sympy.false) or right in (sympy.true, sympy.false):
+                return LOGIC[name](truth(left), truth(right))
+            if name in COMPARE:
+                return compared(COMPARE[name], left, right)
+            left, right = as_number(left), as_number(right)
+            if node.kwargs or (name == "floordiv" and (left.has(sympy.Piecewise) or right.has(sympy.Piecewise))):
                 return None
-            return (COMPARE.get(name) or ARITHMETIC[name])(left, right)
+            return ARITHMETIC[name](left, right)
         if name in ("not", "invert", "logical_not", "bitwise_not") and meta(node).dtype == torch.bool:
-            return sympy.Not(_truth(self.read(args[0], ndim)))
+            return sympy.Not(truth(self.read(args[0], ndim)))
+        if name in ("neg", "abs") and isinstance(args[0], fx.Node):
+            inner = as_number(self.node(args[0]))
+            return -inner if name == "neg" else sympy.Abs(inner)
         if name in CASTS and isinstance(args[0], fx.Node) and meta(args[0]).ndim == ndim:
             inner = self.node(args[0])
-            return _truth(inner) if meta(node).dtype == torch.bool and name not in ("contiguous", "clone") else inner
-        if name in ("tril", "triu") and isinstance(args[0], fx.Node) and self.node(args[0]) in (1, sympy.true):
+            return truth(inner) if meta(node).dtype == torch.bool else inner
+        if name in ("tril", "triu") and isinstance(args[0], fx.Node):
             row, column = AXES[ndim - 2], AXES[ndim - 1] - _diagonal(node)
-            return sympy.Le(column, row) if name == "tril" else sympy.Ge(column, row)
+            inside = sympy.Le(column, row) if name == "tril" else sympy.Ge(column, row)
+            outside = sympy.false if meta(node).dtype == torch.bool else sympy.Integer(0)
+            return choose(inside, self.node(args[0]), outside)
+        if name in ("where", "masked_fill") and len(args) == 3:
+            condition, then, other = args if name == "where" else (args[1], args[2], args[0])
+            values = self._operand(then, node), self._operand(other, node)
+            return None if None in values else choose(truth(self.read(condition, ndim)), *values)
         if name in ("expand", "expand_as"):
             return self.read(args[0], ndim)
         if name == "unsqueeze":
@@ -114,6 +136,8 @@ class MaskReader:
             return self._diff(node)
         if name == "cumsum" and isinstance(args[0], fx.Node) and self.node(args[0]) in (0, sympy.false):
             return sympy.Integer(0)
+        if isinstance(args[0] if args else None, fx.Node):
+            return self._view(node, name)
         return None
 
     def _diff(self, node: fx.Node) -> Any:
@@ -127,6 +151,49 @@ class MaskReader:
         if expression(meta(before).shape[AXES.index(axis)]) != 1 or self.node(before) != earlier.xreplace({axis: 0}):
             return None
         return sympy.expand(found - earlier)
+
+    def _operand(self, value: Any, node: fx.Node) -> Any:
+        """An operand of a node, whose dtype and axes are those of the node."""
+        return self.read(value, meta(node).ndim) if isinstance(value, fx.Node) else self._number(value, node)
+
+    def _number(self, value: Any, node: fx.Node) -> Any:
+        """A constant in the dtype of a node; None if it is not one."""
+        if not isinstance(value, bool | int | float) or value != value:
+            return None
+        if meta(node).dtype == torch.bool:
+            return constant(bool(value))
+        return constant(value)
+
+    def _triangle(self, node: fx.Node) -> Any:
+        triangle = node.meta.get(MARK)
+        if triangle is None:
+            return None
+        self.triangles.add(node)
+        row, column = AXES[meta(node).ndim - 2], AXES[meta(node).ndim - 1]
+        return choose(sympy.Le(column, row), *(self._number(v, node) for v in (triangle.below, triangle.above)))
+
+    def _view(self, node: fx.Node, name: str) -> Any:
+        """The same elements under axes in another order, or with axes of one element more or fewer."""
+        source: Any = node.args[0]
+        before, after, dims = shape(source), shape(node), [d for d in node.args[1:] if isinstance(d, int)]
+        if before is None or after is None:
+            return None
+        if name in ("view", "reshape", "squeeze", "flatten", "unflatten"):
+            wide = [[d for d, size in enumerate(sizes) if size != 1] for sizes in (before, after)]
+            if [before[d] for d in wide[0]] != [after[d] for d in wide[1]]:
+                return None
+            moved = dict(zip(*wide, strict=True))
+        else:
+            order = list(range(len(before)))
+            if name in ("transpose", "swapaxes") or name == "t" or (name == "getattr" and node.args[1] in ("T", "mT")):
+                first, second = dims if len(dims) == 2 else (-2, -1)
+                order[first], order[second] = order[second], order[first]
+            elif name == "permute":
+                order = [int(d) for d in (dims or node.args[1])]  # type: ignore[union-attr, arg-type]
+            else:
+                return None
+            moved = {d % len(order): axis for axis, d in enumerate(order)}
+        return self.node(source).xreplace({AXES[d]: AXES[to] for d, to in moved.items()})
 
     def _spread(self, source: Any, dim: int, ndim: int) -> Any:
         moved = {AXES[i]: AXES[i + 1] for i in range(dim, ndim - 1)}
@@ -170,36 +237,8 @@ def _dimension(dim: Any, ndim: int) -> int:
     return int(dim) % ndim
 
 
-def _truth(value: Any) -> Any:
-    """An expression as a condition: data and numbers are true where they are not 0."""
-    boolean = isinstance(value, sympy.logic.boolalg.Boolean) and not isinstance(value, sympy.Symbol)
-    return value if boolean else sympy.Ne(value, 0)
-
-
 def _diagonal(node: fx.Node) -> int:
     diagonal = node.kwargs.get("diagonal", node.args[1] if len(node.args) > 1 else 0)
     if not isinstance(diagonal, int):
         raise refuse(Category.MASK, f"a triangle that starts at {diagonal}", "such a layer stays dense")
     return diagonal
-
-
-def _scalar(value: Any) -> float | None:
-    """A number, or a 0-d tensor made from one."""
-    if isinstance(value, fx.Node) and name_of(value) in ("tensor", "full", "scalar_tensor"):
-        value = value.args[-1] if name_of(value) == "full" else value.args[0]
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _is_zero(value: Any) -> bool:
-    return _scalar(value) == 0.0
-
-
-def _is_low(value: Any) -> bool:
-    """Minus infinity, or so low that its exponential is 0."""
-    number = _scalar(value)
-    return number is not None and number <= -1e4
-
-
-def _is_filled_low(node: fx.Node) -> bool:
-    fill = node.args[1] if name_of(node) in ("full", "full_like", "new_full") and len(node.args) > 1 else None
-    return _is_low(node.kwargs.get("fill_value", fill))

@@ -18,6 +18,7 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.mask_reader import AXES, MaskReader
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
+DISTANCE = sympy.expand((QUERY - KEY) ** 2)
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class MaskKind:
         chunk: a query sees only its own chunk of this many tokens; None: all.
         key_mask: node of a (batch, keys) mask, nonzero where the token is real; None: no padding term.
         segments: node of (batch, tokens) numbers: a query sees only keys with its own (packed prompts); None: all.
+        alibi: what is added to the logits grows with the key's index: node of `heads` slopes, and a factor on them.
+        triangles: buffers whose values were looked at; what is said here holds while they stay (`passes.triangles`).
     """
 
     offset: sympy.Expr
@@ -37,6 +40,8 @@ class MaskKind:
     chunk: int | None = None
     key_mask: fx.Node | None = None
     segments: fx.Node | None = None
+    alibi: tuple[fx.Node, float] | None = None
+    triangles: frozenset[fx.Node] = frozenset()
 
     @property
     def full(self) -> bool:
@@ -46,7 +51,8 @@ class MaskKind:
     def __str__(self) -> str:
         kind = "full" if self.full else f"sliding window {self.window}" if self.window else f"chunk {self.chunk}"
         kind += ", padding mask" if self.key_mask is not None else ""
-        return kind + (", packed prompts" if self.segments is not None else "")
+        kind += ", packed prompts" if self.segments is not None else ""
+        return kind + (", alibi" if self.alibi else "")
 
 
 def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> MaskKind:
@@ -56,8 +62,9 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         RefusalError: a conjunct is none of: causal, sliding window, chunk, padding of keys, packed prompts.
     """
     reader = MaskReader()
-    seen = [sympy.Not(reader.visible(mask)) if hides else reader.visible(mask) for mask, hides in masks]
-    condition = sympy.And(*seen)
+    read = [(reader.visible(mask), hides) for mask, hides in masks]
+    condition = sympy.And(*(sympy.Not(seen) if hides else seen for (seen, _), hides in read))
+    added = sympy.Add(*(value for (_, value), _ in read))
     query = sympy.Integer(0) if queries == 1 else QUERY
     offset = window = chunk = key_mask = segments = None
     unsettled = []
@@ -97,7 +104,27 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         if not size.is_Integer or size < 1:
             raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
         window = int(size)
-    return MaskKind(offset, window, chunk, key_mask, segments)
+    alibi = _alibi(added, reader) if added != 0 else None
+    return MaskKind(offset, window, chunk, key_mask, segments, alibi, frozenset(reader.triangles))
+
+
+def _distance(x: Any) -> Any:
+    """The absolute value of x, where queries see no later keys."""
+    return QUERY - KEY if sympy.expand(x**2) == DISTANCE else sympy.Abs(x)
+
+
+def _alibi(added: Any, reader: MaskReader) -> tuple[fx.Node, float]:
+    """The slopes of a bias slope[head] * (key - query), where queries see no later keys.
+
+    A softmax is the same whatever is added to all logits of a query, so only what grows with the key counts.
+    """
+    added = sympy.expand(added.replace(sympy.Abs, _distance))
+    slope = added.coeff(KEY)
+    factor, data = slope.as_coeff_Mul()
+    one_a_head = isinstance(data, sympy.core.function.AppliedUndef) and set(data.args) <= {HEAD, sympy.Integer(0)}
+    if (added - slope * KEY).has(KEY) or not (one_a_head and data.has(HEAD) and factor.is_number):
+        raise refuse(Category.MASK, f"a bias of the attention logits: {added}", "such a layer stays dense")
+    return reader.data[data.func.__name__], float(factor)
 
 
 def _relation(term: Any) -> tuple[str, Any] | None:

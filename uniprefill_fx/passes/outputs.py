@@ -159,7 +159,7 @@ def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:
 
 
 def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
-    """Whether a node takes only rows that always stay: x[:, -k:], k <= last_n, along the token axis."""
+    """Whether a node takes only rows that always stay, x[:, -k:] or x[:, [-k]], k <= last_n, along the token axis."""
     if name_of(node) != "getitem" or not isinstance(node.args[0], fx.Node):
         return False
     dims = token_dims(node.args[0], tokens)
@@ -167,6 +167,8 @@ def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
     if len(dims) != 1 or Ellipsis in index or None in index or len(index) <= dims[0]:
         return False
     taken = index[dims[0]]
+    if isinstance(taken, list | tuple):
+        return bool(taken) and all(isinstance(i, int) and -last_n <= i < 0 for i in taken)
     start = taken.start if isinstance(taken, slice) else taken
     if not isinstance(start, int) or not -last_n <= start < 0:
         return False

@@ -18,7 +18,17 @@ from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_out
 from uniprefill_fx.passes.sites import Site, find_sites, token_count
 from uniprefill_fx.passes.stages import Crossing, crossings, stages
 from uniprefill_fx.passes.stream import entering, leaving, residual_adds
-from uniprefill_fx.passes.values import Ancestry, decoder_layer, expression, is_op, meta, name_of, peel
+from uniprefill_fx.passes.values import (
+    Ancestry,
+    decoder_layer,
+    expression,
+    is_op,
+    meta,
+    name_of,
+    peel,
+    shape,
+    token_dims,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Plan:
         past: whether keys of earlier tokens come in: a decode step or a later chunk.
         unpadded: placeholders of padding masks: all their elements must be nonzero for the plan to hold.
         segments: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
+        triangles: placeholders of masks: their values must stay what they were for the plan to hold.
     """
 
     sites: tuple[Site, ...]
@@ -61,6 +72,7 @@ class Plan:
     exposure: Exposure = Exposure.NONE
     unpadded: tuple[fx.Node, ...] = ()
     segments: tuple[fx.Node, ...] = ()
+    triangles: tuple[fx.Node, ...] = ()
     past: bool = False
 
     @property
@@ -122,6 +134,7 @@ def _plan(
         except RefusalError as error:
             refusals.append(error.refusal)
             continue
+        _check_prompts(residual, site, tokens)
         p, ratio = config.kept_for(i, len(chosen))
         drops.append(Drop(site, residual, p, ratio))
     if not drops:
@@ -149,7 +162,21 @@ def _plan(
         exposure,
         unpadded,
         tuple(dict.fromkeys(s.mask.segments for s in sites if s.mask and s.mask.segments)),
+        tuple(dict.fromkeys(t for s in sites if s.mask for t in sorted(s.mask.triangles))),
     )
+
+
+def _check_prompts(stream: fx.Node, site: Site, tokens: sympy.Symbol) -> None:
+    """Refuse prompts that lie side by side in the axis of heads, where `products.write_products` sees none."""
+    sizes = shape(stream) or ()
+    prompts = sympy.prod(size for d, size in enumerate(sizes[:-1]) if d not in token_dims(stream, tokens))
+    if prompts != expression(meta(site.q).shape[0]):
+        raise refuse(
+            Category.BATCH,
+            f"a stream of shape {sizes}, whose prompts are part of the axis of heads",
+            "run prompts one by one",
+            site.layer,
+        )
 
 
 def choose_layers(sites: Iterable[Site], num_layers: int, config: PrefillConfig) -> list[Site]:

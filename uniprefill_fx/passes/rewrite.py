@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.outputs import Treatment
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.sites import Site
@@ -54,6 +55,7 @@ class _Rewriter:
         self.cu_seqlens: list[Any] = []
         self.lengths: Any = None
         self.index_slots: dict[int, Any] = {}
+        self.biases: dict[tuple[fx.Node, float], fx.Node] = {}
 
     def run(self) -> fx.GraphModule:
         treatments = {o.node: o.treatment for o in self.plan.outputs}
@@ -149,7 +151,7 @@ class _Rewriter:
             index = not site.mask.full and self.config.window == "index"
             slots = self._index_slots(stage) if index else self.slots[stage]
         # sinks and bias are by head and by slot: whole at every stage
-        terms = (site.softcap, self.at(site.sinks, 0), self.at(site.bias, 0))
+        terms = (site.softcap, self.at(site.sinks, 0), self._bias(site))
         out = self.graph.call_function(
             ops.attention.default,
             (q, k, v, slots, slots, None, None, site.scale, site.mask.window, site.mask.chunk, *terms),
@@ -159,6 +161,15 @@ class _Rewriter:
         if ordinal is not None:
             self._drop(ordinal, q, k, site.scale, terms)
         return out
+
+    def _bias(self, site: Site) -> Any:
+        if site.mask is None or site.mask.alibi is None:
+            return self.at(site.bias, 0)
+        if site.mask.alibi not in self.biases:
+            slopes, factor = site.mask.alibi
+            device = meta(site.q).device
+            self.biases[site.mask.alibi] = alibi_bias(self.graph, self.at(slopes, 0), factor, self.count[0], device)
+        return self.biases[site.mask.alibi]
 
     def _drop(self, ordinal: int, q: fx.Node, k: fx.Node, scale: Any, terms: tuple[Any, Any, Any]) -> None:
         drop, config, stage = self.plan.drops[ordinal - 1], self.config, ordinal - 1

@@ -100,7 +100,8 @@ def _spelled(node: fx.Node, layer: int) -> Site | None:
         return None
     q, k, v = found.q, _unrepeat(found.k), _unrepeat(found.v)
     queries, keys = meta(q).shape[2], meta(k).shape[2]
-    masks, bias = [], found.bias
+    masks: list[tuple[fx.Node, bool]] = []
+    bias = found.bias
     for mask, hides in found.masks:
         fake = meta(mask)
         if not hides and fake.is_floating_point() and expression(fake.shape[-2]) == 1 != expression(queries):
@@ -115,6 +116,8 @@ def _spelled(node: fx.Node, layer: int) -> Site | None:
         kind = MaskKind(expression(keys) - 1)
     else:
         raise refuse(Category.NON_CAUSAL, "attention without a mask", "only causal attention can drop")
+    if kind.alibi is not None and bias is not None:
+        raise refuse(Category.ATTENTION, "two biases on the attention logits", "such a layer stays dense")
     return Site(
         found.out,
         q,

@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.values import meta, name_of, peel, shape
+from uniprefill_fx.passes.mask_numbers import is_low
+from uniprefill_fx.passes.values import expression, meta, name_of, peel
 
 CASTS = frozenset("to float type_as contiguous clone".split())
+RESHAPES = frozenset("view reshape squeeze unsqueeze".split())
 PRODUCTS = frozenset("matmul bmm".split())
 
 
@@ -28,7 +30,7 @@ class Spelled:
 
     Attributes:
         out: its result, (batch, heads, queries, v_dim). q, k, v: operands, (batch, heads, tokens, dim).
-        scale: factor on q·k. masks: additive float masks, and (node, True) for masks of what is hidden.
+        scale: factor on q·k. masks: what is added or must be true, and (node, True) for masks of what is hidden.
         softcap: logits become softcap * tanh(logits / softcap). sinks: one logit a head that takes part in the softmax.
         bias: added to the logits, of keys only. interior: every node that goes away with the replacement.
     """
@@ -78,7 +80,7 @@ def _leads_to_product(softmax: fx.Node) -> bool:
         for user in node.users:
             if name_of(user) in PRODUCTS and user.args[0] is node:
                 return True
-        follow = [u for u in node.users if name_of(u) in CASTS | {"dropout", "getitem", "view", "reshape"}]
+        follow = [u for u in node.users if name_of(u) in CASTS | RESHAPES | {"dropout", "getitem"}]
         if not follow:
             return False
         node = follow[0]
@@ -97,17 +99,20 @@ def _backwards(node: Any, found: Spelled) -> None:
             found.q, found.k = _heads(args[0]), _heads(_untransposed(args[1]))
             return
         if name == "baddbmm":
-            if node.kwargs.get("beta", 1) != 1 or found.softcap is not None:
+            if node.kwargs.get("beta", 1) != 1 or found.softcap is not None or found.scale != 1.0:
                 raise _unknown(node)
             alpha: Any = node.kwargs.get("alpha", 1)
             found.scale *= float(alpha)
-            found.bias = args[0]
+            if expression(meta(args[0]).shape[-2]) == 1:
+                found.bias = args[0]
+            else:
+                found.masks.append((args[0], False))
             batches = [
                 node.kwargs.get(n, args[i] if len(args) > i else None) for i, n in ((1, "batch1"), (2, "batch2"))
             ]
             found.q, found.k = _heads(batches[0]), _heads(_untransposed(batches[1]))
             return
-        if name in CASTS or name in ("view", "reshape") or (name == "sub" and _is_maximum(args[1], args[0], found)):
+        if name in CASTS or name in RESHAPES or (name == "sub" and _is_maximum(args[1], args[0], found)):
             node = args[0]
         elif name == "cat" and len(args[0]) == 2 and found.sinks is None:
             node, sinks = args[0]
@@ -131,10 +136,10 @@ def _backwards(node: Any, found: Spelled) -> None:
                 raise _unknown(node)
             found.masks.append((other, False))
             node = scores
-        elif name == "masked_fill" and _negative(args[2]) and found.scale == 1.0:
+        elif name == "masked_fill" and is_low(args[2]) and found.scale == 1.0:
             found.masks.append((args[1], True))
             node = args[0]
-        elif name == "where" and _negative(args[2]) and found.scale == 1.0:
+        elif name == "where" and is_low(args[2]) and found.scale == 1.0:
             found.masks.append((args[0], False))
             node = args[1]
         else:
@@ -159,7 +164,7 @@ def _forwards(softmax: fx.Node, found: Spelled) -> None:
             active = user.kwargs.get("training", user.args[2] if len(user.args) > 2 else True)
             if active and (user.kwargs.get("p", user.args[1] if len(user.args) > 1 else 0.5)) != 0:
                 raise refuse(Category.ATTENTION, "attention with dropout", "call model.eval()")
-        elif name not in CASTS and name not in ("view", "reshape"):
+        elif name not in CASTS and name not in RESHAPES:
             raise _unknown(user)
         node = user
     if sliced != (found.sinks is not None):
@@ -202,7 +207,7 @@ def _is_maximum(value: Any, of: Any, found: Spelled) -> bool:
 
 def _has_product(node: Any) -> bool:
     """Whether the product of queries and keys lies behind an operand, through known steps."""
-    steps = CASTS | {"view", "reshape", "mul", "truediv", "div", "tanh", "add", "masked_fill"}
+    steps = CASTS | RESHAPES | {"mul", "truediv", "div", "tanh", "add", "masked_fill"}
     while isinstance(node, fx.Node):
         if name_of(node) in PRODUCTS or name_of(node) == "baddbmm":
             return True
@@ -214,14 +219,6 @@ def _has_product(node: Any) -> bool:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _negative(value: Any) -> bool:
-    """A number that hides: minus infinity, or so low that its exponential is 0."""
-    if isinstance(value, fx.Node) and shape(value) == () and name_of(value) == "tensor":
-        value = value.args[0]
-    number = _number(value)
-    return number is not None and number <= -1e4
 
 
 def _unknown(node: Any) -> Exception:

@@ -175,7 +175,8 @@ def crossings(
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in interior}
     for site in understood:
         reads[site.node] = {site.q, site.k, site.v}
-        for operand in (site.bias, site.sinks):  # read whole, by slot, at every stage
+        slopes = site.mask.alibi[0] if site.mask is not None and site.mask.alibi is not None else None
+        for operand in (site.bias, site.sinks, slopes):  # read whole, by slot, at every stage
             if operand is not None and found[operand]:
                 raise refuse(
                     Category.ATTENTION,

@@ -1,0 +1,156 @@
+"""Decoders in plain PyTorch, with no transformers in sight, drop tokens exactly, or say why they don't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from eager_reference import DropSpec
+from exactness import TIE, assert_differs, assert_near, options_of
+from plain_decoders import DECODERS, Encoder, Gpt, GptLayer, build, ids_for
+from plain_reference import Expected, reference
+from torch import Tensor
+
+import uniprefill_fx
+from uniprefill_fx import LastCall
+
+LENGTHS = (300, 211, 352)
+SPEC = DropSpec((0, 1), p=(0.8, 0.7), block_size=16, last_n=16, sink_tokens=16)
+SYMBOLIC = {"gpt", "packed"}  # decoders that `dynamic=True` is tried on by default
+SLOW = {"grouped", "einsum", "torchattention", "complex"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@torch.inference_mode()
+def run(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, LastCall]:
+    """The compiled model's output, and its record of the call."""
+    before = uniprefill_fx.last_call()
+    out = model(ids, **call)
+    after = uniprefill_fx.last_call()
+    assert after is not None and after is not before
+    return out, after
+
+
+def assert_dropped_as(call: LastCall, want: Expected) -> None:
+    """The kept sets are those that the reference chose, and rows were dropped."""
+    assert all(min(s.margin, s.gap) > TIE for s in want.selections.values()), "a tie: choose another prompt"
+    assert call.dropped and call.reason is None, str(call)
+    assert call.kept.keys() == want.kept.keys() and list(call.rows) == want.rows
+    assert all(torch.equal(call.kept[layer], kept) for layer, kept in want.kept.items())
+    assert call.tokens is not None and call.tokens > len(call.kept[0]) and call.tokens > len(call.kept[1])
+
+
+CASES = [
+    pytest.param(
+        name, dynamic, marks=[] if name in SYMBOLIC or (dynamic is None and name not in SLOW) else pytest.mark.slow
+    )
+    for name in DECODERS
+    for dynamic in (None, True)
+]
+
+
+@pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+def test_decoder(name: str, dynamic: bool | None) -> None:
+    """Kept rows equal a run without the dropped keys, dropped rows show the state they were frozen in."""
+    model, untouched = build(name), build(name)
+    model.compile(backend="uniprefill", dynamic=dynamic, options=options_of(SPEC))
+    for length in LENGTHS:
+        ids = ids_for(name, length)
+        got, call = run(model, ids)
+        with torch.inference_mode():
+            dense = untouched(ids)
+        assert_near(reference(untouched, ids, None).logits, dense)
+        want = reference(untouched, ids, SPEC)
+        assert call.tokens == length
+        assert_dropped_as(call, want)
+        assert_near(got, want.logits)
+        assert_differs(got, dense)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "packed"])
+def test_logits_of_the_last_position_alone(name: str) -> None:
+    model, untouched, ids = build(name), build(name), ids_for(name, 300)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    got, call = run(model, ids, last=True)
+    want = reference(untouched, ids, SPEC)
+    assert_dropped_as(call, want)
+    assert_near(got.flatten(), want.logits.reshape(300, -1)[-1])
+
+
+def dense_because(model: Any, ids: Tensor, category: str) -> None:
+    """The call runs dense, equal to the model as it is, with a reason of this category."""
+    got, call = run(model, ids)
+    with torch.inference_mode():
+        want = model.forward(ids)
+    assert not call.dropped and call.reason is not None and call.reason.category.value == category, str(call)
+    assert call.reason.seen and call.reason.hint
+    assert_near(got, want)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    model = build(Encoder)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    dense_because(model, ids_for("encoder", 300), "non-causal-attention")
+
+
+@pytest.mark.parametrize("name", ["gpt", "sequencefirst"])
+def test_several_prompts_in_one_call(name: str) -> None:
+    """Side by side along a batch axis, or within the axis of heads: one by one, or dense."""
+    model = build(name)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    ids = torch.cat([ids_for(name, 300), ids_for(name, 300).flip(1)])
+    got, call = run(model, ids)
+    if call.dropped:
+        wants = [reference(build(name), row[None], SPEC).logits for row in ids]
+        assert_near(got, torch.cat(wants, dim=got.shape.index(2)))
+        return
+    assert call.reason is not None and call.reason.category.value == "batch", str(call)
+    with torch.inference_mode():
+        assert_near(got, model.forward(ids))
+
+
+@pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
+def test_a_mask_kept_as_a_buffer_is_looked_at_again_when_it_changes() -> None:
+    """Written over, or replaced: no triangle any more, so the prompt runs dense; and as before when it is one again."""
+    model, ids = build("triangle"), ids_for("triangle", 300)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    want = reference(build("triangle"), ids, SPEC)
+    triangle = model.layers[1].triangle
+    for _ in range(2):
+        got, call = run(model, ids)
+        assert_dropped_as(call, want)
+        assert_near(got, want.logits)
+        triangle[..., 200:, :100] = 0
+        dense_because(model, ids, "mask-not-understood")
+        triangle[..., 200:, :100] = 1
+
+
+class Prefix(Gpt):
+    """Written in place into a triangle: every token sees the first ten."""
+
+    class layer(GptLayer):
+        def attend(self, x: Tensor) -> Tensor:
+            n = x.shape[1]
+            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=-1))
+            mask = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
+            mask[:, :10] = True
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_is_written_in_place_is_not_taken_for_what_it_was() -> None:
+    model = build(Prefix)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    dense_because(model, ids_for("prefix", 300), "mask-not-understood")
