@@ -188,11 +188,14 @@ class StockReference:
                 self.layer_of[module] = int(numbered.group(1))
 
     @torch.inference_mode()
-    def run(self, ids: Tensor, prompt: int, spec: DropSpec | None) -> Expected:
-        """All tokens (1, total) in one forward; the first `prompt` are the prompt, drops are the spec's."""
+    def run(self, ids: Tensor, prompt: int, spec: DropSpec | None, **call: Any) -> Expected:
+        """All tokens (1, total) in one forward; the first `prompt` are the prompt, drops are the spec's.
+
+        `call` is passed on to the model, over `use_cache=False`.
+        """
         run = _Run(prompt, ids.shape[1], spec, self.layer_of, self.softcapped)
         with self._hooked(run):
-            logits = self.model(ids, use_cache=False).logits
+            logits = self.model(ids, **({"use_cache": False} | call)).logits
         wanted = () if spec is None else spec.drop_layers
         assert sorted(run.kept) == sorted(wanted), "a drop layer that has no attention to observe"
         rows = [len(run.in_prompt(layer)) for layer in range(self.layers)]

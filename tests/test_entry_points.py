@@ -105,23 +105,6 @@ def test_generate(way: str) -> None:
         assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["plain", "mark_dynamic"])
-def test_twelve_lengths(marked: bool) -> None:
-    """At most two compilations of the prefill; with the length marked dynamic one, as no guard on it is added."""
-    inner, model = CountingInner(), tiny_llama()
-    use("model.compile", model, OPTIONS | {"inner_backend": inner})
-    for length in (300, 301, 302, 303, 65, 64, 257, 1024, 1023, 777, 128, 2048):
-        ids = token_ids(length)
-        if marked:
-            torch._dynamo.mark_dynamic(ids, 1, min=64, max=4096)
-        with torch.inference_mode():
-            model(ids, logits_to_keep=1)
-        call = uniprefill_fx.last_call()
-        assert call is not None and call.dropped and call.tokens == length
-    assert graphs() <= (1 if marked else 2)
-    assert len(inner.calls) <= 4
-
-
 def test_disabled_runs_dense_without_compiling_the_model_again() -> None:
     model, ids = tiny_llama(), token_ids(300)
     use("model.compile", model, OPTIONS)
@@ -146,24 +129,6 @@ def test_disabled_on_the_first_call() -> None:
     compiled = graphs()
     check(model, 300)
     assert graphs() == compiled
-
-
-@pytest.mark.parametrize("first", [199, 200])
-def test_min_tokens_is_decided_at_run_time(first: int) -> None:
-    model = tiny_llama()
-    use("model.compile", model, OPTIONS | {"min_tokens": 200})
-    for length in (first, 199, 200, 64, 333):
-        ids = token_ids(length, seed=length)
-        if length >= 200:
-            check(model, length)
-            continue
-        with torch.inference_mode():
-            out = model(ids, logits_to_keep=1)
-        call = uniprefill_fx.last_call()
-        assert call is not None and not call.dropped and call.tokens == length
-        assert call.reason is not None and call.reason.category.value == "below-min-tokens"
-        assert_near(out.logits, tiny_llama()(ids, logits_to_keep=1).logits)
-    assert graphs() == 1
 
 
 # Options

@@ -175,18 +175,6 @@ def test_beams(tiny: Compiled) -> None:
     check_dense_generate(tiny, token_ids(100), num_beams=3)
 
 
-def test_static_cache_is_exact_or_dense(tiny: Compiled) -> None:
-    ids = token_ids(100)
-    got = tiny.generate(ids, 8, cache_implementation="static", disable_compile=True)
-    call = uniprefill_fx.last_call()
-    assert call is not None
-    runner = EagerReference(tiny.stock, tiny.spec if call.dropped else None)
-    tokens, logits = runner.generate(ids, 8)
-    assert torch.equal(got.sequences[:, 100:], tokens)
-    for ours, theirs in zip(got.logits, logits, strict=True):
-        assert_near(ours, theirs)
-
-
 def test_the_cache_of_an_eager_prompt_continues(tiny: Compiled) -> None:
     dense = EagerReference(tiny.stock, None)
     dense.prefill(token_ids(100))
@@ -195,18 +183,3 @@ def test_the_cache_of_an_eager_prompt_continues(tiny: Compiled) -> None:
         more = token_ids(count, seed=count)
         with torch.inference_mode():
             assert_near(tiny.model(more, past_key_values=cache).logits, dense.step(more))
-
-
-@pytest.mark.parametrize("name", BUILD)
-def test_eager_attention(name: str) -> None:
-    """`attn_implementation="eager"`: exact with drops, or dense with a reason."""
-    build, spec = BUILD[name]
-    compiled = Compiled(Case(name, spec), build(attention="eager"), build())
-    ids = token_ids(300)
-    got = compiled.generate(ids, 8)
-    call = uniprefill_fx.last_call()
-    assert call is not None and (call.dropped or call.reason is not None)
-    tokens, logits = EagerReference(compiled.stock, spec if call.dropped else None).generate(ids, 8)
-    assert torch.equal(got.sequences[:, 300:], tokens)
-    for ours, theirs in zip(got.logits, logits, strict=True):
-        assert_near(ours, theirs)

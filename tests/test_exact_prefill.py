@@ -10,7 +10,6 @@ from eager_reference import DropSpec
 from exactness import SHARP, Case, Compiled, assert_differs, assert_dropped, assert_near, assert_same_rows
 
 LLAMA, GEMMA, QWEN = ((name,) for name in NAMES)
-SHORT = (1, 2, 31, 32, 33, 55, 56)  # last_n - 1, last_n, last_n + 1; sink + last_n - 1 and sink + last_n, of SHARP
 
 
 def cases(
@@ -67,16 +66,6 @@ def test_one_row_more_than_the_forced_ones(compiled: Compiled) -> None:
     out, call = compiled.prefill(ids, logits_to_keep=1)
     assert_same_rows(call, want, 57)
     assert_near(out.logits, want.last_logits)
-
-
-@SHARPLY
-def test_prompts_within_the_forced_rows_are_dense(compiled: Compiled) -> None:
-    for length in SHORT:
-        ids = needle_ids(length)
-        out, call = compiled.prefill(ids, logits_to_keep=1)
-        assert_near(out.logits, compiled.dense(ids, logits_to_keep=1).logits)
-        assert all(len(kept) == length for kept in call.kept.values())
-        assert length > 1 or not call.dropped  # one token never selects
 
 
 @SHARPLY

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from checkpoints import TWO_LAYERS, fresh, needle_ids
 from eager_reference import DropSpec
 from exactness import SHARP, options_of
 from expecttest import TestCase
+from graphs import assert_no_square, operation, tensors, value
 from tiny import tiny_gemma3, tiny_llama, token_ids
 from torch import fx
 
@@ -22,28 +22,6 @@ SPEC = DropSpec((0,), p=0.7, block_size=16, last_n=16, sink_tokens=16)
 SHOWN = frozenset(
     "embedding linear scaled_dot_product_attention le attention score select compact restore bind_slots cat".split()
 )
-
-
-def operation(node: fx.Node) -> str:
-    """The name of what a node calls, the same for functions, methods and overloads."""
-    if node.op not in ("call_function", "call_method"):
-        return node.op
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    return name.split(".")[0]
-
-
-def value(node: fx.Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
-
-
-def tensors(item: Any) -> list[torch.Tensor]:
-    if isinstance(item, torch.Tensor):
-        return [item]
-    return [t for part in item for t in tensors(part)] if isinstance(item, tuple | list) else []
-
-
-def symbols(size: Any) -> set[sympy.Symbol]:
-    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
 def listing(gm: fx.GraphModule) -> str:
@@ -63,16 +41,6 @@ def listing(gm: fx.GraphModule) -> str:
 
 def counts(gm: fx.GraphModule) -> dict[str, int]:
     return dict(collections.Counter(operation(n) for n in gm.graph.nodes if n.op.startswith("call_")))
-
-
-def assert_no_square(gm: fx.GraphModule) -> None:
-    """Every node has meta, and no tensor has two sizes that depend on a number of tokens."""
-    for node in gm.graph.nodes:
-        if node.op == "output" or operation(node) == "_log_api_usage_once":
-            continue
-        assert "val" in node.meta or "example_value" in node.meta, node.format_node()
-        for tensor in tensors(value(node)):
-            assert sum(bool(symbols(size)) for size in tensor.shape) <= 1, f"{node.format_node()}: {tensor.shape}"
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["last logits", "all logits"])

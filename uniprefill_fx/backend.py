@@ -28,6 +28,7 @@ from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
 from uniprefill_fx.passes.products import write_products
 from uniprefill_fx.passes.propagate import propagate
+from uniprefill_fx.passes.ranks import find_ranks
 from uniprefill_fx.passes.rewrite import rewrite
 from uniprefill_fx.passes.sites import find_sites
 from uniprefill_fx.passes.split import split_at_selections
@@ -94,7 +95,7 @@ def compile_graph(
     done = Compilation(plan, copy_module(gm) if observer is not None else gm)
     done.seconds["plan"] = time.perf_counter() - began
     if config.strict and plan.prefill and plan.refusals and plan.refusals[-1].category is not Category.TOO_SHORT:
-        raise StrictError(str(plan.refusals[-1]))
+        raise StrictError(str(plan.refusals[0]))
     if plan.drops:
         try:
             done.run = _dropping(gm, config, inner, done)
@@ -119,7 +120,7 @@ def compile_graph(
 
 
 def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | None:
-    """A reason from outside the graph why it must stay dense."""
+    """A reason from outside the decoder why its graph must stay dense."""
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
         return Refusal(Category.GRADIENTS, "gradients are on", "call inside torch.inference_mode() or torch.no_grad()")
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -129,7 +130,7 @@ def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | Non
             f"Dynamo broke the graph: {reason.reason}",
             "only a whole forward, or its last piece, may drop tokens; fullgraph=True shows where the break is",
         )
-    return None
+    return find_ranks(gm.graph)
 
 
 def _lower(gm: fx.GraphModule) -> fx.GraphModule:

@@ -11,6 +11,7 @@ class Category(StrEnum):
 
     GRADIENTS = "gradients"
     GRAPH_BREAK = "graph-break"
+    RANKS = "several-ranks"
     NO_ATTENTION = "no-full-attention"
     ATTENTION = "attention-not-understood"
     NON_CAUSAL = "non-causal-attention"
@@ -26,6 +27,7 @@ class Category(StrEnum):
     TOKEN_OP = "operation-mixes-tokens"
     MUTATION = "mutation-across-cut"
     CACHE = "cache-not-understood"
+    SCORES = "scores-not-finite"
     TOO_SHORT = "below-min-tokens"
     DISABLED = "disabled"
     FAILURE = "internal-failure"

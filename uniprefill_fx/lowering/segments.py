@@ -20,6 +20,7 @@ from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.printers import PythonPrinter
 
 from uniprefill_fx.lowering.inner import InnerBackend
@@ -88,6 +89,9 @@ class Segment:
         source = LocalSource(f"arg{i}")
         if isinstance(arg, torch.Tensor):
             dims = [d for j, d in self.dynamic if j == i and d is not None]
+            if is_traceable_wrapper_subclass(arg):  # a quantised weight: every size is fixed
+                symbols += [arg.shape[d] for d in dims]
+                return mode.from_tensor(arg, static_shapes=True, source=source)
             # Sizes 0 and 1 are always specialised (broadcasting depends on them); such a call has its own variant.
             kinds = [
                 DimDynamic.DYNAMIC if d in dims and s not in (0, 1) else DimDynamic.STATIC

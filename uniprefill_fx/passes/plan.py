@@ -184,13 +184,21 @@ def choose_layers(sites: Iterable[Site], num_layers: int, config: PrefillConfig)
 
     Raises:
         OptionError: `drop_layers` names a layer that has no full attention over the prompt.
+        RefusalError: it names one whose attention was not understood in this graph.
     """
     full = {s.layer: s for s in sites if s.fresh and s.mask is not None and s.mask.full}
     if config.drop_layers == "all":
         return list(full.values())
     if config.drop_layers == "auto":
         return [full[layer] for layer in auto_drop_layers(tuple(full), num_layers)]
+    by_layer = {s.layer: s for s in sites}
     for layer in config.drop_layers:
+        site = by_layer.get(layer)
+        if site is not None and site.refusal is not None:
+            raise RefusalError(site.refusal)
+        if site is not None and site.mask is not None and site.mask.full and not site.fresh:
+            keys = expression(meta(site.k).shape[2])
+            raise refuse(Category.CACHE, f"attention over {keys} keys of a cache", "pass DynamicCache, or none", layer)
         if layer not in full:
             raise OptionError(
                 "drop_layers",

@@ -215,7 +215,8 @@ def token_count(sites: list[Site]) -> sympy.Symbol:
         raise RefusalError(sites[0].refusal)
     fresh = [s for s in understood if s.fresh]
     if not fresh:
-        raise refuse(Category.PAST, "attention over a cache", "tokens are dropped from whole new prompts only")
+        hint = "tokens are dropped from whole new prompts only, and with transformers' DynamicCache"
+        raise refuse(Category.PAST, "attention over a cache", hint)
     count = expression(meta(fresh[0].q).shape[2])
     if count == 1:
         raise refuse(Category.TOO_SHORT, "a prompt of one token", "there is nothing to drop")
