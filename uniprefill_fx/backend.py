@@ -35,6 +35,7 @@ from uniprefill_fx.passes.split import split_at_selections
 from uniprefill_fx.passes.triangles import mark_triangles
 from uniprefill_fx.passes.values import copy_module
 from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
+from uniprefill_fx.tracelog import note
 from uniprefill_fx.tracing import TraceAgain, trace_symbolic
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def compile_graph(
         done.run = Undropped(inner(kept, example_inputs), marks, plan.prefill, done.plan.refusals)
     for refusal in done.plan.refusals if plan.prefill else ():
         log.info("stays dense: %s", refusal)
+    note(done.plan, done.after if done.plan.drops else None, done.seconds)
     if observer is not None:
         observer(done)
     return done.run

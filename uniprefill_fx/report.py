@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from uniprefill_fx import html_report
 from uniprefill_fx.api import options_for
 from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
@@ -15,6 +17,7 @@ from uniprefill_fx.errors import Refusal
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.runtime import LastCall, last_call
+from uniprefill_fx.savings import Savings, estimate
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,13 @@ class Report:
 
     Attributes:
         config: the options used. compilations: one for each graph that Dynamo handed over, in order.
-        call: what the prompt's prefill did, as it ran.
+        call: what the prompt's prefill did, as it ran. input_ids: the prompt.
     """
 
     config: PrefillConfig
     compilations: tuple[Compilation, ...]
     call: LastCall | None
+    input_ids: torch.Tensor | None = None
 
     @property
     def decoder(self) -> Compilation:
@@ -54,6 +58,19 @@ class Report:
     def after(self) -> fx.GraphModule | None:
         """The rewritten graph; None when nothing is dropped."""
         return self.decoder.after
+
+    def to_html(self, path: str | Path, tokenizer: Any = None) -> None:
+        """Write the report as one page that needs nothing else; with a tokenizer, it shows the tokens' text."""
+        Path(path).write_text(html_report.page(self, tokenizer), encoding="utf-8")
+
+    def plot(self) -> Any:
+        """A matplotlib `Figure` of what is kept where; `.savefig(path)` writes it. Needs matplotlib and a prompt."""
+        return html_report.figure(self)
+
+    @property
+    def savings(self) -> Savings | None:
+        """FLOPs and cache bytes of the prompt, beside those of a dense prefill; an estimate by counting."""
+        return None if self.call is None else estimate(self.before, self.plan, self.config, self.call)
 
     def __str__(self) -> str:
         plan, call = self.plan, self.call
@@ -108,4 +125,5 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
         kwargs.setdefault("logits_to_keep", 1)
     with torch.inference_mode():
         run(*(() if input_ids is None else (input_ids,)), **kwargs)
-    return Report(config, tuple(compilations), last_call())
+    ids = input_ids if isinstance(input_ids, torch.Tensor) and not input_ids.is_floating_point() else None
+    return Report(config, tuple(compilations), last_call(), ids)

@@ -1,0 +1,152 @@
+"""`Report.to_html()` and `.plot()`: the page says what the call did, and opens in a browser without an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_gemma3, tiny_llama, token_ids
+
+import uniprefill_fx
+from uniprefill_fx.html_report import COLUMNS, column_width, kept_map
+from uniprefill_fx.report import Report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+TOKENS, BLOCK = 300, 16
+
+
+class Tokenizer:
+    """Text that would end a script, were it not escaped."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(f"</script><b>{i}" for i in ids)
+
+
+class Page(HTMLParser):
+    """The data of a page, what it would load from elsewhere, and its elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.inside, self.data, self.loads, self.tags = False, "", [], []
+        self.feed(text)
+
+    loads: list[str]
+    tags: list[tuple[str, dict[str, str | None]]]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        self.inside = tag == "script" and found.get("type") == "application/json"
+        self.loads += [v for k, v in found.items() if k in ("src", "href") and v]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self.inside else ""
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    options: dict[str, Any] = {"p": [0.9, 0.7], "block_size": BLOCK, "last_n": 16, "sink_tokens": 16}
+    found = uniprefill_fx.explain(tiny_llama(4), token_ids(TOKENS), drop_layers=[1, 2], min_tokens=0, **options)
+    assert found.call is not None and found.call.dropped and len(found.call.kept[2]) < len(found.call.kept[1]) < TOKENS
+    return found
+
+
+def expected_map(report: Report) -> list[list[float]]:
+    """By layer and block: the share of its tokens that enter the layer, token by token."""
+    assert report.call is not None
+    alive, out = set(range(TOKENS)), []
+    for layer in range(4):
+        blocks = [range(i, min(i + BLOCK, TOKENS)) for i in range(0, TOKENS, BLOCK)]
+        out.append([round(sum(t in alive for t in block) / len(block), 3) for block in blocks])
+        if layer in report.call.kept:
+            alive = set(report.call.kept[layer].tolist())
+    return out
+
+
+def test_contents(report: Report, tmp_path: Path) -> None:
+    report.to_html(tmp_path / "report.html", Tokenizer())
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert not page.loads
+    data = json.loads(page.data)
+    (shown,) = data["maps"]
+    assert shown["rows"] == expected_map(report)
+    assert (shown["width"], shown["tokens"]) == (BLOCK, TOKENS)
+    ids = token_ids(TOKENS)[0].tolist()
+    assert shown["texts"][1] == Tokenizer().decode(ids[BLOCK : 2 * BLOCK])
+    assert report.call is not None
+    assert [layer["rows"] for layer in data["layers"]] == list(report.call.rows)
+    assert [layer["drop"] and layer["drop"].split(":")[0] for layer in data["layers"]] == [None, "p=0.9", "p=0.7", None]
+    assert {layer["attention"] for layer in data["layers"]} == {"full"}
+    assert [name for name, _ in data["passes"]] == list(report.decoder.seconds)
+    before, after = (code for _, code in data["graphs"])
+    assert "scaled_dot_product_attention" in before and "uniprefill.select" in after
+    assert f"{report.call.work:.0%}" in dict((name, value) for name, value in data["figures"]).values()
+
+
+def test_refusals_are_shown(tmp_path: Path) -> None:
+    found = uniprefill_fx.explain(tiny_gemma3(layers=2, layer_types=["sliding_attention"] * 2), token_ids(64))
+    found.to_html(tmp_path / "report.html")
+    data = json.loads(Page((tmp_path / "report.html").read_text(encoding="utf-8")).data)
+    assert any("no-full-attention" in reason for reason in data["refusals"])
+    assert not data["maps"] and len(data["graphs"]) == 1
+    with pytest.raises(ValueError, match="no prompt"):
+        found.plot()
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 128 * 64, 128 * 64 + 1, 131_072])
+def test_columns(tokens: int) -> None:
+    """Whole blocks, at most `COLUMNS` of them, and no more blocks in one than needed."""
+    width = column_width(tokens, 64)
+    assert width % 64 == 0 and math.ceil(tokens / width) <= COLUMNS
+    assert width == 64 or math.ceil(tokens / (width - 64)) > COLUMNS
+
+
+def test_map_of_a_ragged_end() -> None:
+    assert kept_map(2, 10, {0: torch.tensor([0, 1, 8, 9])}, 4) == [[1.0, 1.0, 1.0], [0.5, 0.0, 1.0]]
+
+
+def test_plot(report: Report, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = report.plot()
+    left, right = drawn.axes
+    (image,) = left.images
+    assert [[round(x, 3) for x in row] for row in image.get_array().tolist()] == expected_map(report)
+    assert report.call is not None
+    assert [patch.get_width() for patch in right.patches] == list(report.call.rows)
+    drawn.savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package chromium)")
+def test_in_a_browser(report: Report, tmp_path: Path) -> None:
+    """It opens, no script fails, and the map has the right cells."""
+    report.to_html(tmp_path / "report.html", Tokenizer())
+    url = (tmp_path / "report.html").as_uri()
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}/profile", "--dump-dom", url]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    page = Page(dom)
+    (body,) = [found for tag, found in page.tags if tag == "body"]
+    assert body.get("data-ready") == "yes" and "data-error" not in body
+    cells = [found for tag, found in page.tags if tag == "div" and found.get("class") == "cell"]
+    want = expected_map(report)
+    assert len(cells) == sum(map(len, want))
+    for cell in cells:
+        layer, column = int(str(cell["data-layer"])), int(str(cell["data-column"]))
+        assert float(str(cell["data-kept"])) == want[layer][column]
+    assert len(re.findall(r"<details>", dom)) == 2
