@@ -1,7 +1,7 @@
 """What a compilation leaves in PyTorch's logs: lines under `TORCH_LOGS="+uniprefill_fx"`, and artifacts for tlparse.
 
-With `TORCH_TRACE=folder` torch writes structured logs, and `tlparse folder` shows, beside Dynamo's own, the decisions of
-each compilation (`uniprefill_plan`) and, where tokens are dropped, the rewritten graph (`uniprefill_rewritten`).
+With `TORCH_TRACE=folder` torch writes structured logs, and `tlparse folder` shows, beside Dynamo's own, the decisions
+of each compilation (`uniprefill_plan`) and, where tokens are dropped, the rewritten graph (`uniprefill_rewritten`).
 """
 
 from __future__ import annotations
