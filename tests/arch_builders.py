@@ -178,7 +178,7 @@ class Arch:
 
 
 TEXT = ("TextConfig", "ForCausalLM")
-# Decode could not read these caches after a drop: latents (MLA), keys that later layers share.
+# Decode could not read this cache after a drop: keys that later layers share.
 NO_CACHE = "cache-not-understood"
 ARCHS = {
     "llama": Arch("Llama", SIZED, EVERY),
@@ -196,7 +196,7 @@ ARCHS = {
     "olmo2": Arch("Olmo2", PLAIN, EVERY),
     "gpt_oss": Arch("GptOss", {**SIZED, **WINDOW, **TURNS, **LOCAL_EXPERTS}, ODD),
     "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT, dense_generate="attention-not-understood"),
-    "deepseek_v3": Arch("DeepseekV3", DEEPSEEK, (), NO_CACHE),
+    "deepseek_v3": Arch("DeepseekV3", DEEPSEEK, EVERY),
     "granite": Arch("Granite", PLAIN, EVERY),
     "bamba": Arch(
         "Bamba", {**PLAIN, **MAMBA, "mamba_expand": 2, "mamba_chunk_size": 64, "attn_layer_indices": [1, 3]}, ODD
@@ -211,7 +211,7 @@ ARCHS = {
     ),
     "qwen3_next": Arch("Qwen3Next", QWEN3_NEXT, ODD),
     "qwen3_5": Arch("Qwen3_5", {**SIZED, **DELTA, **LINEAR_TURNS}, ODD, suffixes=TEXT),
-    "kimi_linear": Arch("KimiLinear", KIMI, (), NO_CACHE),
+    "kimi_linear": Arch("KimiLinear", KIMI, ODD),
     "minimax": Arch(
         "MiniMax", {**SIZED, **LINEAR_TURNS, **LOCAL_EXPERTS, "block_size": 64}, (), "operation-mixes-tokens"
     ),

@@ -21,6 +21,7 @@ from uniprefill_fx import LastCall
 LENGTHS = (611, 437, 702)  # no multiples of a block, a chunk of a recurrence, or a window
 NEW = 8
 QUICK = {"gpt_oss", "bloom", "falcon_h1", "gemma2"}
+TURNS = (5, 1, 40)
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHS]
 
 
@@ -155,3 +156,23 @@ def test_generate(name: str) -> None:
         want = subject.reference.run(out.sequences[:, :-1], length, None)
     assert_near(torch.cat(out.logits), want.logits)
     assert_cache_holds(out.past_key_values, subject.model.config, want.rows, NEW - 1)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3"])
+def test_turns(name: str) -> None:
+    """Several tokens at once read a compact cache, and are no prompt to drop from."""
+    subject = Subject(name)
+    ids, length = prompt_ids(LENGTHS[0]), LENGTHS[0] - sum(TURNS)
+    want = subject.expected(ids, length)
+    with torch.inference_mode():
+        out = subject.model(ids[:, :length], logits_to_keep=1)
+        call = uniprefill_fx.last_call()
+        assert call is not None
+        assert_dropped_as(call, want, subject.arch, length)
+        logits, at = [out.logits], length
+        for turn in TURNS:
+            logits.append(subject.model(ids[:, at : at + turn], past_key_values=out.past_key_values).logits)
+            at += turn
+    assert uniprefill_fx.last_call() is call
+    assert_near(torch.cat(logits, dim=1)[0], want.logits)
+    assert_cache_holds(out.past_key_values, subject.model.config, want.rows, sum(TURNS))

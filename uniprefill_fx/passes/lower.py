@@ -9,6 +9,8 @@ their original indices. Dense prefill gains that no mask is formed. Before::
 After::
 
     attn = uniprefill.attention(q, stored_k, stored_v, arange(seen - queries, seen), slots, ...)
+
+Where keys are computed from what is stored (`passes.expansion`), that is done to the stored rows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import fx
 
 from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite import clean
-from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.sites import Site, Stored
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta
 
 ops = torch.ops.uniprefill
@@ -53,7 +55,7 @@ def lower_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> int:
 def _last_tokens(site: Site) -> bool:
     """Whether the queries are the last of the tokens seen, which is what their mask's offset must say."""
     assert site.mask is not None and site.stored is not None
-    seen, queries = expression(site.stored[0].seen), expression(meta(site.q).shape[2])
+    seen, queries = expression(site.stored.seen), expression(meta(site.q).shape[2])
     return bool(site.mask.offset - (seen - queries) == 0)
 
 
@@ -70,20 +72,20 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
         tokens = site.stored[0].seen if site.stored else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
         bias = alibi_bias(graph, *site.mask.alibi, tokens, meta(site.q).device)
     if site.stored is not None:
-        keys, values = site.stored
-        k, v = keys.rows, values.rows
+        stored = site.stored
+        k, v = _on_rows(graph, stored, (k, v))
         one = meta(site.q).shape[2] == 1
         if not (
             one and site.mask.full and key_mask is None and bias is None
         ):  # one query sees all that is stored: no slots needed
-            k_slots = keys.slots
+            k_slots = stored.slots
             queries = 1 if one else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
-            if isinstance(keys.seen, int) and isinstance(queries, int):
-                first: Any = keys.seen - queries
+            if isinstance(stored.seen, int) and isinstance(queries, int):
+                first: Any = stored.seen - queries
             else:
-                first = graph.call_function(operator.sub, (keys.seen, queries))
+                first = graph.call_function(operator.sub, (stored.seen, queries))
             device = meta(site.q).device
-            q_slots = graph.call_function(torch.arange, (first, keys.seen), {"device": device})
+            q_slots = graph.call_function(torch.arange, (first, stored.seen), {"device": device})
     q, k, v = autocast(graph, (site.q, k, v), meta(site.q).device)
     return graph.call_function(
         ops.attention.default,
@@ -104,3 +106,23 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
             site.mask.segments,
         ),
     )
+
+
+def _on_rows(graph: fx.Graph, stored: Stored, ends: Sequence[fx.Node]) -> list[fx.Node]:
+    """Keys and values of the rows that a cache layer holds: what computes them is changed in place."""
+    rows: dict[fx.Node, Any] = {view: view.args[0] for view in stored.expansion.roots}
+    region = stored.expansion.region
+    if region:
+        with graph.inserting_before(region[0]):
+            count = graph.call_function(torch.ops.aten.sym_size.int, (rows[stored.expansion.roots[0]], 2))
+
+        def changed(argument: fx.Node) -> Any:
+            value = meta(argument)
+            if isinstance(value, torch.SymInt) and expression(value) == expression(stored.seen):
+                return count
+            return rows.get(argument, argument)
+
+        for node in region:
+            node.args = fx.node.map_arg(node.args, changed)
+            node.kwargs = fx.node.map_arg(node.kwargs, changed)
+    return [rows.get(end, end) for end in ends]

@@ -12,6 +12,7 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.expansion import expansion
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, shape, token_dims
 
@@ -114,7 +115,7 @@ def read_outputs(
         if not stage[node] or not token_dims(node, tokens):
             treatment = Treatment.AS_IS
         elif _taken_from(node, slotted):
-            _check_readable(graph, sites)
+            _check_readable(graph, sites, tokens)
             treatment = Treatment.COMPACT
         elif _taken_from(node, written):
             raise refuse(
@@ -134,17 +135,19 @@ def read_outputs(
     return tuple(outputs)
 
 
-def _check_readable(graph: fx.Graph, sites: Sequence[Site]) -> None:
-    """Refuse compact caches that a decode step could not read: it knows the rows of keys that attention reads itself.
+def _check_readable(graph: fx.Graph, sites: Sequence[Site], tokens: sympy.Symbol) -> None:
+    """Refuse compact caches that a decode step could not read: it computes keys from a layer's rows, token by token.
 
-    Latents (MLA) are expanded to keys first, and keys that later layers share hold rows which those layers dropped.
+    Keys that later layers share hold rows which those layers dropped.
     """
-    read = [(site.k, site.v) for site in sites]
     stored = [node.args[1:3] for node in graph.nodes if is_op(node, "bind_slots")]
-    if len(read) != len(stored) or any(read.count(rows) != 1 for rows in stored):
+    rows = {node for pair in stored for node in pair}
+    read = [expansion((site.k, site.v), rows.__contains__, tokens, tokens).roots for site in sites]
+    layers = [[pair for pair in stored if set(pair) & set(roots)] for roots in read]
+    if any(len(pairs) != 1 for pairs in layers) or any(layers.count([pair]) != 1 for pair in stored):
         raise refuse(
             Category.CACHE,
-            "a cache of latents, or of keys that several layers share",
+            "a cache of keys that several layers share",
             "decode could not read it after a drop: a call that writes such a cache stays dense",
         )
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
+from uniprefill_fx.passes.expansion import Expansion, expansion
 from uniprefill_fx.passes.masks import MaskKind, classify
 from uniprefill_fx.passes.spelled import read_spelled
 from uniprefill_fx.passes.values import decoder_layer, expression, is_op, meta, module_path, name_of, shape
@@ -17,10 +18,14 @@ from uniprefill_fx.passes.values import decoder_layer, expression, is_op, meta, 
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values that were read from a cache layer: the view's source and which tokens its rows are."""
+    """Where keys and values come from when they come from a cache layer.
 
-    view: fx.Node
-    rows: fx.Node
+    Attributes:
+        expansion: what computes them; its roots are views (`uniprefill::logical_view`) of the layer's rows.
+        slots: which tokens those rows are. seen: how many tokens there were, a node or a number.
+    """
+
+    expansion: Expansion
     slots: fx.Node
     seen: Any
 
@@ -34,7 +39,7 @@ class Site:
         q, k, v: its operands, (batch, heads or kv_heads, tokens, dim), k and v before they are repeated for GQA.
         scale: a number, a node, or None for head_dim ** -0.5.
         mask: what a query sees; None when refused.
-        stored: where k and v come from when they come from a cache; None when they are all new.
+        stored: the cache layer that k and v are computed from; None when they are all new.
         softcap, sinks, bias: further terms of the logits, see `ops.attention`.
         interior: nodes between q, k, v and the output that go away with the op; the op itself among them.
         layer: decoder layer, from the module path; without one, the ordinal among the sites.
@@ -47,7 +52,7 @@ class Site:
     v: fx.Node
     scale: Any
     mask: MaskKind | None
-    stored: tuple[Stored, Stored] | None
+    stored: Stored | None
     layer: int
     path: str
     refusal: Refusal | None = None
@@ -90,7 +95,7 @@ def _fused(node: fx.Node, layer: int) -> Site:
     bound = _bind(node)
     mask = _mask(bound)
     q, k, v = (_unrepeat(bound[name]) for name in ("query", "key", "value"))
-    stored = _stored(k, v)
+    stored = _stored(mask, q, k, v)
     return Site(node, q, k, v, bound["scale"], mask, stored, layer, module_path(node), interior=frozenset({node}))
 
 
@@ -125,7 +130,7 @@ def _spelled(node: fx.Node, layer: int) -> Site | None:
         v,
         found.scale,
         kind,
-        _stored(k, v),
+        _stored(kind, q, k, v),
         layer,
         module_path(node),
         softcap=found.softcap,
@@ -186,19 +191,31 @@ def _unrepeat(node: fx.Node) -> fx.Node:
     return base if repeats and isinstance(base, fx.Node) else node
 
 
-def _stored(k: fx.Node, v: fx.Node) -> tuple[Stored, Stored] | None:
-    views = [is_op(node, "logical_view") for node in (k, v)]
-    if not any(views):
-        return None
-    if not all(views):
-        raise refuse(Category.CACHE, "keys from a cache beside values that are not", "such a layer stays dense")
-    return _view_of(k), _view_of(v)
+def _stored(mask: MaskKind, q: fx.Node, k: fx.Node, v: fx.Node) -> Stored | None:
+    """The cache layer behind keys and values.
+
+    Raises:
+        RefusalError: they are computed from one in a way that is not known to work on fewer rows.
+    """
+    if _is_view(k) and _is_view(v):
+        found = Expansion(tuple(dict.fromkeys((k, v))), ())
+    else:
+        tokens = expression(meta(k).shape[2])
+        before = list((tokens - expression(meta(q).shape[2])).free_symbols)
+        if mask.offset == 0 or len(before) != 1:
+            return None
+        found = expansion((k, v), _is_view, before[0], tokens)
+    layers = {root.args[1:3] for root in found.roots}
+    if len(layers) > 1:
+        raise refuse(Category.CACHE, "keys computed from several layers of a cache", "such a layer stays dense")
+    for slots, seen in layers:
+        assert isinstance(slots, fx.Node)
+        return Stored(found, slots, seen)
+    return None
 
 
-def _view_of(node: fx.Node) -> Stored:
-    rows, slots, seen = node.args[:3]
-    assert isinstance(rows, fx.Node) and isinstance(slots, fx.Node)
-    return Stored(node, rows, slots, seen)
+def _is_view(node: fx.Node) -> bool:
+    return is_op(node, "logical_view")
 
 
 def token_count(sites: list[Site]) -> sympy.Symbol:

@@ -11,27 +11,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import sympy
-import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import aliases, arguments, expression, meta, name_of, token_dims, written_nodes
+from uniprefill_fx.passes.token_ops import check_rows
+from uniprefill_fx.passes.values import aliases, expression, meta, name_of, token_dims, written_nodes
 
-# Operations whose integer arguments are sizes or bounds of a token axis, so that a length may be replaced by the
-# kept length. Anywhere else a length is a value, and replacing it would change what the model computes.
-SIZED = frozenset(
-    "view reshape expand repeat repeat_interleave new_zeros new_ones new_empty new_full zeros ones empty full arange "
-    "split split_with_sizes narrow getitem unflatten resize_ setitem".split()
-)
 FILLS = frozenset(
     "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like".split()
-)
-# Operations that mix neighbouring tokens when they run along the token axis. Causal convolutions and mixers do too:
-# they are meant to see the kept rows as neighbours.
-ALONG = frozenset(
-    "cumsum cumprod logcumsumexp cummax cummin roll flip diff softmax log_softmax sum mean prod amax amin max min "
-    "argmax argmin norm std var any all logsumexp median".split()
 )
 INDEXING = frozenset("getitem index_select gather take_along_dim index_add_ index_copy_ scatter_ scatter_add_".split())
 CARRY = frozenset(
@@ -73,7 +61,7 @@ def stages(
         found[node] = 0 if node in tail or node.op == "output" else max(inputs, default=0)
         found[node] = max(found[node], late.get(node, 0))
         if found[node] and node not in site_of and node not in late and node not in interior:
-            _check(node, found[node], found, tokens)
+            check_rows(node, found, tokens, tokens)
         if found[node] and node in site_of and not site_of[node].fresh:
             why = site_of[node].refusal or "its keys are not those of its queries"
             raise refuse(
@@ -99,48 +87,6 @@ def _written_later(
             if name_of(buffer) in FILLS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
                 late.setdefault(buffer, rough[node])
     return late
-
-
-def _check(node: fx.Node, stage: int, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
-    name = name_of(node)
-    if len(token_dims(node, tokens)) > 1:
-        raise refuse(
-            Category.TOKEN_OP,
-            f"`{name}` relates tokens to tokens, shape {tuple(meta(node).shape)}",
-            "only recognised attention may; register it as a mixer, or drop tokens behind it",
-        )
-    base = node.args[0] if node.args else None
-    buffer = isinstance(base, fx.Node) and isinstance(meta(base), torch.Tensor) and not token_dims(base, tokens)
-    looked_up = any(isinstance(meta(n), torch.Tensor) for n in node.all_input_nodes if n is not base)  # table[ids]
-    if name in ("getitem", "narrow") and token_dims(node, tokens) and buffer and not looked_up:
-        raise refuse(
-            Category.TOKEN_OP,
-            f"the first rows of `{base}`, one for each token of the prompt, are taken",
-            "the kept tokens are not the first ones",
-        )
-    for argument in arguments(node):
-        if isinstance(argument, fx.Node) and isinstance(meta(argument), torch.SymInt | int | torch.SymFloat):
-            value = meta(argument)
-            if isinstance(value, torch.SymInt) and tokens in expression(value).free_symbols and name not in SIZED:
-                raise refuse(
-                    Category.TOKEN_OP,
-                    f"`{name}` computes with the prompt length as a number",
-                    "on fewer rows the length would mean something else",
-                )
-    if name in ALONG and node.args and isinstance(node.args[0], fx.Node) and found[node.args[0]]:
-        source = node.args[0]
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        fake = meta(source)
-        if not isinstance(fake, torch.Tensor):
-            return
-        dims = range(fake.ndim) if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
-        along = {int(d) % fake.ndim for d in dims if isinstance(d, int)}
-        if any(d in along for d in token_dims(source, tokens) if expression(fake.shape[d]) == tokens):
-            raise refuse(
-                Category.TOKEN_OP,
-                f"`{name}` runs along the token axis",
-                "with tokens dropped it would compute something else; register it as a mixer if it is meant to",
-            )
 
 
 def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
