@@ -154,7 +154,6 @@ class Arch:
         attention: transformers' name of its implementation; None: the default.
         interface: whether its attention goes through transformers' AttentionInterface.
         p: of the drops in tests.
-        dense_generate: why `generate()`, which passes an attention mask, stays dense where a plain call drops.
     """
 
     family: str
@@ -165,7 +164,6 @@ class Arch:
     attention: str | None = None
     interface: bool = True
     p: float = 0.7
-    dense_generate: str | None = None
 
     def build(self, attention: str | None = None) -> Any:
         """The model, with its own attention unless another is named; the same weights each time."""
@@ -195,7 +193,7 @@ ARCHS = {
     "phi3": Arch("Phi3", {**PLAIN, "sliding_window": None}, EVERY),
     "olmo2": Arch("Olmo2", PLAIN, EVERY),
     "gpt_oss": Arch("GptOss", {**SIZED, **WINDOW, **TURNS, **LOCAL_EXPERTS}, ODD),
-    "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT, dense_generate="attention-not-understood"),
+    "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT),
     "deepseek_v3": Arch("DeepseekV3", DEEPSEEK, EVERY),
     "granite": Arch("Granite", PLAIN, EVERY),
     "bamba": Arch(

@@ -147,18 +147,17 @@ def test_generate(name: str) -> None:
     out = subject.generate(length)
     call = uniprefill_fx.last_call()
     assert call is not None and out.sequences.shape == (1, length + NEW)
-    why_dense = arch.dense or arch.dense_generate
-    if why_dense is None:
+    if arch.dense is None:
         want = subject.expected(out.sequences[:, :-1], length)
         assert_dropped_as(call, want, arch, length)
     else:
-        assert_dense_because(call, why_dense)
+        assert_dense_because(call, arch.dense)
         want = subject.reference.run(out.sequences[:, :-1], length, None)
     assert_near(torch.cat(out.logits), want.logits)
     assert_cache_holds(out.past_key_values, subject.model.config, want.rows, NEW - 1)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_turns(name: str) -> None:
     """Several tokens at once read a compact cache, and are no prompt to drop from."""
     subject = Subject(name)
@@ -171,8 +170,32 @@ def test_turns(name: str) -> None:
         assert_dropped_as(call, want, subject.arch, length)
         logits, at = [out.logits], length
         for turn in TURNS:
-            logits.append(subject.model(ids[:, at : at + turn], past_key_values=out.past_key_values).logits)
+            given = {
+                "attention_mask": torch.ones(1, at + turn, dtype=torch.int64),
+                "past_key_values": out.past_key_values,
+            }
+            logits.append(subject.model(ids[:, at : at + turn], **given).logits)
             at += turn
     assert uniprefill_fx.last_call() is call
     assert_near(torch.cat(logits, dim=1)[0], want.logits)
     assert_cache_holds(out.past_key_values, subject.model.config, want.rows, sum(TURNS))
+
+
+def test_chunks_begin_behind_left_padding() -> None:
+    """Llama-4 counts its chunks from the first token that is no padding, in prompts and in steps."""
+    subject = Subject("llama4")
+    ids = prompt_ids(300)
+    mask = torch.ones_like(ids)
+    mask[:, :37] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    given |= {"output_logits": True, "return_dict_in_generate": True}
+    with uniprefill_fx.disabled():
+        got = subject.model.generate(ids, **given)
+    call = uniprefill_fx.last_call()
+    assert call is not None and not call.dropped and call.tokens == 300
+    want = subject.stock.generate(ids, **given)
+    assert torch.equal(got.sequences, want.sequences)
+    assert_near(torch.cat(got.logits), torch.cat(want.logits))
+    assert_differs(
+        torch.cat(got.logits), torch.cat(subject.stock.generate(ids, **given | {"attention_mask": None}).logits)
+    )

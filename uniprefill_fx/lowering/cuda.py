@@ -76,11 +76,12 @@ def _attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     segments: Tensor | None = None,
+    chunk_start: Tensor | None = None,
 ) -> Tensor:
     arguments = (q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, softcap, sinks, bias)
     queries, near = q.shape[2], window is not None or chunk is not None
-    if segments is not None:  # packed prompts run dense, and that is rare
-        return attention.attention_reference(*arguments, segments)
+    if segments is not None or chunk_start is not None:  # rare: packed prompts, chunks behind padding
+        return attention.attention_reference(*arguments, segments, chunk_start)
     alone = cu_seqlens is None or cu_seqlens.shape[0] == 2
     plain = not near and key_mask is None and softcap is None and sinks is None and bias is None
     # SDPA has the faster kernels where it needs no mask. A single query that sees all keys has too little work for

@@ -32,11 +32,13 @@ def attention_reference(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     segments: Tensor | None = None,
+    chunk_start: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
 
-    Query slot a sees key slot b when b <= a, and a - b < window, and a // chunk == b // chunk, and key_mask[b], and
-    segments[a] == segments[b], and both belong to the same request. No mask larger than `QUERY_ROWS` x keys is formed.
+    Query slot a sees key slot b when b <= a, and a - b < window, and both lie in one chunk (counted from chunk_start),
+    and key_mask[b], and segments[a] == segments[b], and both belong to the same request. No mask larger than
+    `QUERY_ROWS` x keys is formed.
 
     Args:
         q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim).
@@ -50,6 +52,7 @@ def attention_reference(
         sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
         bias: (..., heads, 1, slots), added to the logits by head and key slot (alibi).
         segments: (batch, slots), equal for the tokens of one prompt where several are packed in a row.
+        chunk_start: (batch,) int64, the slot at which the chunks of a request begin; absent: 0.
 
     Returns:
         (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
@@ -58,7 +61,7 @@ def attention_reference(
         spans = [(0, k.shape[2])]
     else:
         spans = [(start, end) for start, end in requests(cu_seqlens) if start < end]
-    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments)
+    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     if len(spans) == 1:
         out = _one_request(q, k, v, q_slots, k_slots, terms)
     else:
@@ -90,6 +93,7 @@ class Terms(NamedTuple):
     sinks: Tensor | None
     bias: Tensor | None
     segments: Tensor | None
+    chunk_start: Tensor | None
 
 
 def _one_request(
@@ -107,14 +111,15 @@ def _one_request(
         k_slots = torch.arange(keys, device=k.device)
         q_slots = k_slots[keys - queries :]
     parts = []
-    for first, last, low, high in _visible(q_slots, k_slots, terms.window, terms.chunk):
+    for first, last, low, high in _visible(q_slots, k_slots, terms):
         a, b = q_slots[first:last, None], k_slots[None, low:high]
         seen = b <= a
         if terms.window is not None:
             seen &= a - b < terms.window
         if terms.chunk is not None:
-            seen &= a // terms.chunk == b // terms.chunk
-        mask = seen[None, None]
+            start = 0 if terms.chunk_start is None else terms.chunk_start[:, None, None]
+            seen = seen & ((a - start) // terms.chunk == (b - start) // terms.chunk)
+        mask = seen.reshape(-1, 1, *seen.shape[-2:])
         if terms.key_mask is not None:
             mask = mask & terms.key_mask[:, k_slots[low:high]][:, None, None]
         if terms.segments is not None:
@@ -145,18 +150,18 @@ def _spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor,
     return weights.to(v.dtype) @ v.repeat_interleave(groups, 1)
 
 
-def _visible(
-    q_slots: Tensor, k_slots: Tensor, window: int | None, chunk: int | None
-) -> list[tuple[int, int, int, int]]:
+def _visible(q_slots: Tensor, k_slots: Tensor, terms: Terms) -> list[tuple[int, int, int, int]]:
     """For each run of query rows, the key rows that any of them sees: [(first, last, low, high)]."""
     queries = q_slots.shape[0]
     starts = torch.arange(0, queries, QUERY_ROWS, device=q_slots.device)
     ends = (starts + QUERY_ROWS).clamp(max=queries)
     oldest = torch.zeros_like(starts)
-    if window is not None:
-        oldest = torch.maximum(oldest, q_slots[starts] - (window - 1))
-    if chunk is not None:
-        oldest = torch.maximum(oldest, q_slots[starts] // chunk * chunk)
+    if terms.window is not None:
+        oldest = torch.maximum(oldest, q_slots[starts] - (terms.window - 1))
+    if terms.chunk is not None:
+        begins = q_slots.new_zeros(1) if terms.chunk_start is None else terms.chunk_start
+        chunks = (q_slots[starts, None] - begins) // terms.chunk * terms.chunk + begins  # (runs, 1 or batch)
+        oldest = torch.maximum(oldest, chunks.amin(1))
     low = torch.searchsorted(k_slots, oldest)
     high = torch.searchsorted(k_slots, q_slots[ends - 1], right=True)
     return [tuple(row) for row in torch.stack((starts, ends, low, high), 1).tolist()]

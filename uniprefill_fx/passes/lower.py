@@ -69,7 +69,7 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
     q_slots = k_slots = None
     bias: Any = site.bias
     if site.mask.alibi is not None:
-        tokens = site.stored[0].seen if site.stored else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
+        tokens = site.stored.seen if site.stored else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
         bias = alibi_bias(graph, *site.mask.alibi, tokens, meta(site.q).device)
     if site.stored is not None:
         stored = site.stored
@@ -104,6 +104,7 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
             site.sinks,
             bias,
             site.mask.segments,
+            site.mask.chunk_start,
         ),
     )
 

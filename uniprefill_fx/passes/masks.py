@@ -30,6 +30,7 @@ class MaskKind:
         window: a query sees itself and the window - 1 tokens before it; None: all before it.
         chunk: a query sees only its own chunk of this many tokens; None: all.
         key_mask: node of a (batch, keys) mask, nonzero where the token is real; None: no padding term.
+        chunk_start: node of (batch,): the index at which each request's first chunk begins; None: 0.
         segments: node of (batch, tokens) numbers: a query sees only keys with its own (packed prompts); None: all.
         alibi: what is added to the logits grows with the key's index: node of `heads` slopes, and a factor on them.
         triangles: buffers whose values were looked at; what is said here holds while they stay (`passes.triangles`).
@@ -42,6 +43,7 @@ class MaskKind:
     segments: fx.Node | None = None
     alibi: tuple[fx.Node, float] | None = None
     triangles: frozenset[fx.Node] = frozenset()
+    chunk_start: fx.Node | None = None
 
     @property
     def full(self) -> bool:
@@ -66,7 +68,9 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
     condition = sympy.And(*(sympy.Not(seen) if hides else seen for (seen, _), hides in read))
     added = sympy.Add(*(value for (_, value), _ in read))
     query = sympy.Integer(0) if queries == 1 else QUERY
-    offset = window = chunk = key_mask = segments = None
+    offset = window = key_mask = segments = None
+    chunk: int | None = None
+    chunk_start: fx.Node | None = None
     unsettled = []
     for term in condition.args if isinstance(condition, sympy.And) else (condition,):
         found = _relation(term)
@@ -94,10 +98,11 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         if packed is not None and segments is None and offset == 0:
             segments = reader.data[packed]
             continue
-        size = _chunk(term, query + offset)
-        if size is None or chunk is not None:
+        chunks = _chunk(term, query + offset)
+        if chunks is None or chunk is not None:
             raise _unknown(term)
-        chunk = size
+        chunk, start = chunks
+        chunk_start = None if start is None else reader.data[start]
     if window is not None:
         # key > query + offset - W, that is: the bound lies W below the causal one
         size = sympy.simplify(offset - window)
@@ -105,7 +110,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
             raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
         window = int(size)
     alibi = _alibi(added, reader) if added != 0 else None
-    return MaskKind(offset, window, chunk, key_mask, segments, alibi, frozenset(reader.triangles))
+    return MaskKind(offset, window, chunk, key_mask, segments, alibi, frozenset(reader.triangles), chunk_start)
 
 
 def _distance(x: Any) -> Any:
@@ -145,16 +150,22 @@ def _relation(term: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _chunk(term: Any, position: Any) -> int | None:
-    """The chunk size C of `key // C == query // C`, with the query's index in the sequence; None for other terms."""
-    if not isinstance(term, sympy.Eq):
+def _chunk(term: Any, position: Any) -> tuple[int, str | None] | None:
+    """(C, s) of `(key - s) // C == (query - s) // C`, with the query's index in the sequence; None for other terms.
+
+    s is the name of data of one number for each request, None where the chunks begin at 0.
+    """
+    if not isinstance(term, sympy.Eq) or not all(isinstance(side, FloorDiv) for side in term.args):
         return None
-    sides = {side.args[0]: side.args[1] for side in term.args if isinstance(side, FloorDiv)}
-    if len(sides) != 2 or KEY not in sides or len(set(sides.values())) != 1:
+    (left, size), (right, other_size) = (side.args for side in term.args)
+    of_key, of_query = (left, right) if left.has(KEY) else (right, left)
+    start = sympy.simplify(KEY - of_key)
+    if size != other_size or not size.is_Integer or sympy.simplify(position - of_query - start) != 0:
         return None
-    size = sides.pop(KEY)
-    (other,) = sides
-    return int(size) if size.is_Integer and sympy.simplify(other - position) == 0 else None
+    if start == 0:
+        return int(size), None
+    by_request = isinstance(start, sympy.core.function.AppliedUndef) and start.args in ((BATCH,), (sympy.Integer(0),))
+    return (int(size), str(start.func.__name__)) if by_request else None
 
 
 def _segments(term: Any) -> str | None:

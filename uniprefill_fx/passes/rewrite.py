@@ -155,6 +155,7 @@ class _Rewriter:
         out = self.graph.call_function(
             ops.attention.default,
             (q, k, v, slots, slots, None, None, site.scale, site.mask.window, site.mask.chunk, *terms),
+            {"chunk_start": self.at(site.mask.chunk_start, 0)},
         )
         out.meta = {key: site.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in site.node.meta}
         ordinal = self.drop_at.get(site.node)
