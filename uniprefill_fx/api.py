@@ -17,6 +17,11 @@ LOST_GENERATE = (
     "model inside. Use model.compile(backend='uniprefill'), or uniprefill_fx.compile(model), and then model.generate()."
 )
 
+LOST_INSIDE = (
+    "uniprefill: generate() of a peft wrapper calls the model inside, which wrapper.compile() leaves as it is. Use "
+    "uniprefill_fx.compile(model), or compile model.get_base_model() as well."
+)
+
 
 def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options a model was published with, overridden by the user's own; checked.
@@ -38,7 +43,8 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
     """Compile a decoder in place, so that calls of it and `model.generate()` drop tokens; returns the model.
 
     Args:
-        model: an `nn.Module` (compiled in place, as by `nn.Module.compile`) or a function (a compiled one is returned).
+        model: an `nn.Module` (compiled in place, as by `nn.Module.compile`; a peft wrapper together with the model
+            inside) or a function (a compiled one is returned).
         fullgraph, dynamic: as for `torch.compile`.
         options: see `PrefillConfig`; they override the preset of the model's type and depth.
 
@@ -51,7 +57,9 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
         return model
     chosen = options_for(model, options)
     if isinstance(model, nn.Module):
-        model.compile(backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
+        inside: Any = getattr(model, "get_base_model", None)  # peft: `generate` of the wrapper is the inner model's
+        for module in (inside(), model) if callable(inside) else (model,):
+            module.compile(backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
         return model
     return torch.compile(model, backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
 
@@ -68,3 +76,7 @@ def warn_of_lost_generate() -> None:
     model = frame.f_locals.get("model") if frame is not None else None
     if isinstance(model, nn.Module) and callable(getattr(model, "generate", None)):
         warnings.warn(LOST_GENERATE, stacklevel=2)
+    owner = getattr(model, "__self__", None)  # `nn.Module.compile` hands a bound method over
+    inside: Any = getattr(owner, "get_base_model", None)
+    if isinstance(owner, nn.Module) and callable(inside) and inside()._compiled_call_impl is None:
+        warnings.warn(LOST_INSIDE, stacklevel=2)

@@ -121,7 +121,7 @@ def read_outputs(
             raise refuse(
                 Category.CACHE,
                 "keys and values go to a cache that cannot say which tokens it holds",
-                "pass transformers' own DynamicCache (not offloaded), or none; or set use_cache=False",
+                "pass an empty DynamicCache of transformers (not offloaded) as past_key_values, or use_cache=False",
             )
         elif shape(node) == shape(end):
             treatment = Treatment.RESTORE
