@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from uniprefill_fx.backend import Compilation, compile_graph
-from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.errors import StrictError
 from uniprefill_fx.frontends import gating
 
 
@@ -20,7 +23,8 @@ def isolated(
 ) -> Callable[..., Any]:
     """The model's forward, compiled by this backend for this caller only.
 
-    The model stays as it is, compiled or not. `observer` sees each compilation as it is made.
+    The model stays as it is, compiled or not. `observer` sees each compilation as it is made. Calls raise `OptionError`
+    for options that do not fit the model, and `StrictError` where `strict` asks for it.
     """
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -34,8 +38,24 @@ def isolated(
 
     # A code object of its own: Dynamo keeps compilations by code object, and those of the user must not be crowded out.
     once = types.FunctionType(run.__code__.replace(), run.__globals__, "isolated", None, run.__closure__)
-    compiled: Callable[..., Any] = torch.compile(once, backend=backend)
-    return compiled
+    compiled = torch.compile(once, backend=backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unwrapped():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Errors about options reach the user as they are, and not inside torch's report of a failed backend."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, OptionError | StrictError):
+            raise error.inner_exception from None
+        raise
 
 
 def takes(model: Any, parameter: str) -> bool:

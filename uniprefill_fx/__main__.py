@@ -1,0 +1,5 @@
+"""`python -m uniprefill_fx`: see `cli.py`."""
+
+from uniprefill_fx.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,288 @@
+"""`python -m uniprefill_fx explain|demo|bench`: a report, a comparison, or times on the user's own model and prompt.
+
+    python -m uniprefill_fx explain --model NAME_OR_FOLDER --prompt-file notes.txt --html report.html
+    python -m uniprefill_fx demo    --model NAME_OR_FOLDER --prompt-file notes.txt --p 0.95
+    python -m uniprefill_fx bench   --model model.gguf --tokens 4096 16384 --option drop_layers=[7,15] --json
+
+Results go to standard output, progress and errors to standard error. Exit status: 0, or 2 for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import uniprefill_fx
+from uniprefill_fx.config import OptionError
+from uniprefill_fx.errors import StrictError
+from uniprefill_fx.isolated import unwrapped
+from uniprefill_fx.tracelog import decisions
+
+DEFAULT_TOKENS = 4096
+
+
+class UserError(Exception):
+    """Something the user can mend: the message says what was wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model, its tokenizer (None if it has none), and prompts (1, tokens) int64 on its device."""
+
+    model: Any
+    tokenizer: Any
+    prompts: list[Tensor]
+
+    def read(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        options = options_of(args)
+        with unwrapped():
+            result, text = args.run(args, load(args), options)
+    except (UserError, OptionError, StrictError) as error:
+        print(f"uniprefill_fx {args.command}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result, indent=1) if args.json else text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m uniprefill_fx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="explain|demo|bench")
+    about = {
+        "explain": (explain, "what is found in the model, dropped and refused on one prompt"),
+        "demo": (demo, "one prompt dense and dropped: tokens that follow, and how far the next token's odds moved"),
+        "bench": (bench, "time to the first token, dense and dropped"),
+    }
+    for name, (run, help_text) in about.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.set_defaults(run=run)
+        command.add_argument("--model", required=True, help="hub name, folder, or GGUF file")
+        command.add_argument("--prompt-file", type=Path, help="text; token ids for a model without a tokenizer")
+        command.add_argument("--tokens", type=int, nargs="+", help="prompt lengths: cuts the file, or random tokens")
+        command.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
+        command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        command.add_argument("--json", action="store_true", help="the result as JSON")
+        if name == "explain":
+            command.add_argument("--html", type=Path, help="also write the report as a page")
+        else:
+            command.add_argument("--inner-backend", default="inductor", help="compiles the pieces (%(default)s)")
+        if name == "demo":
+            command.add_argument("--new-tokens", type=int, default=16)
+        if name == "bench":
+            command.add_argument("--repeats", type=int, default=5)
+    return parser
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The backend's options from --p, --option and --inner-backend; a value that is no literal is a string."""
+
+    def value(text: str) -> Any:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+
+    options: dict[str, Any] = {}
+    if hasattr(args, "inner_backend"):
+        options["inner_backend"] = args.inner_backend
+    if args.p is not None:
+        options["p"] = value(args.p)
+    for text in args.option:
+        name, equals, given = text.partition("=")
+        if not equals:
+            raise UserError(f"--option {text}: wanted NAME=VALUE, for example --option drop_layers=[7,15]")
+        options[name] = value(given)
+    uniprefill_fx.PrefillConfig.from_options(options)
+    return options
+
+
+# Loading
+
+
+def load(args: argparse.Namespace) -> Subject:
+    """The model and its prompts.
+
+    Raises:
+        UserError: no such model or file, or a prompt that does not fit the model.
+    """
+    if args.prompt_file is not None and not args.prompt_file.is_file():
+        raise UserError(f"--prompt-file {args.prompt_file}: no such file")
+    model, tokenizer = _load_model(args.model, args.device)
+    prompts = [ids.to(args.device) for ids in _prompts(args, model, tokenizer)]
+    say(f"{type(model).__name__} on {args.device}, {', '.join(f'{ids.shape[1]:,}' for ids in prompts)} tokens")
+    return Subject(model, tokenizer, prompts)
+
+
+def _load_model(name: str, device: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, extra = name, {}
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise UserError(f"--model {name}: no such file")
+        where, extra = str(Path(name).parent), {"gguf_file": Path(name).name}
+    elif name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise UserError(f"--model {name}: no such folder")
+    say(f"loading {name}")
+    # Not every CPU multiplies bfloat16 well; float32 is the safe choice there.
+    dtype = "auto" if device != "cpu" else torch.float32
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"--model {name}: transformers cannot load it: {error}") from error
+    tokenizer = None
+    if _has_tokenizer(Path(where), extra):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+        except (OSError, ValueError, ImportError) as error:
+            say(f"the tokenizer cannot be loaded: {error}")
+    if tokenizer is None:
+        say("no tokenizer: prompts are token ids")
+    return model.to(device).eval(), tokenizer
+
+
+def _has_tokenizer(folder: Path, extra: dict[str, Any]) -> bool:
+    """For a folder without one, transformers makes an empty tokenizer of the model's type, which reads nothing."""
+    files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    return bool(extra) or not folder.is_dir() or any(path for pattern in files for path in folder.glob(pattern))
+
+
+def _prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Tensor]:
+    """(1, tokens) int64 each. From the file, cut at its beginning, so that its end (the question) stays."""
+    vocabulary = model.config.get_text_config().vocab_size
+    if args.prompt_file is None:
+        random = torch.Generator().manual_seed(0)
+        say("no --prompt-file: random tokens, over which attention spreads widely")
+        return [torch.randint(vocabulary, (1, n), generator=random) for n in args.tokens or [DEFAULT_TOKENS]]
+    text = args.prompt_file.read_text(encoding="utf-8")
+    ids = list(tokenizer(text)["input_ids"]) if tokenizer is not None else _numbers(text, vocabulary, args)
+    if not ids:
+        raise UserError(f"--prompt-file {args.prompt_file}: it holds no tokens")
+    for n in args.tokens or []:
+        if n > len(ids):
+            raise UserError(f"--tokens {n}: {args.prompt_file} has {len(ids)} tokens")
+    return [torch.tensor([ids[-n:]]) for n in args.tokens or [len(ids)]]
+
+
+def _numbers(text: str, vocabulary: int, args: argparse.Namespace) -> list[int]:
+    words = text.split()
+    if not all(word.isdigit() and int(word) < vocabulary for word in words):
+        raise UserError(
+            f"--prompt-file {args.prompt_file}: the model has no tokenizer, so the file must hold token ids, numbers "
+            f"from 0 to {vocabulary - 1} with spaces between them"
+        )
+    return [int(word) for word in words]
+
+
+# Commands
+
+
+def explain(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The report of the first prompt, also as a page with --html."""
+    report = uniprefill_fx.explain(subject.model, subject.prompts[0], **options)
+    if args.html is not None:
+        report.to_html(args.html, subject.tokenizer)
+        say(f"wrote {args.html}")
+    call, savings = report.call, report.savings
+    result = decisions(report.plan, report.decoder.seconds) | _ran(call)
+    if savings is not None:
+        result |= {"flops_saved": savings.flops_saved, "kv_saved": savings.kv_saved}
+    return result, str(report)
+
+
+def _ran(call: uniprefill_fx.LastCall | None) -> dict[str, Any]:
+    """What a prefill did, fit for JSON."""
+    if call is None:
+        return {"dropped": False, "reason": "no prefill reached the backend"}
+    return {
+        "dropped": call.dropped,
+        "reason": str(call.reason) if call.reason is not None else None,
+        "tokens": call.tokens,
+        "rows": list(call.rows),
+        "kept": {layer: len(rows) for layer, rows in call.kept.items()},
+        "work": call.work,
+    }
+
+
+def demo(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What follows the first prompt, dense and dropped, and KL of the next token's distribution."""
+    model, ids = uniprefill_fx.compile(subject.model, **options), subject.prompts[0]
+    config: dict[str, Any] = {"max_new_tokens": args.new_tokens, "do_sample": False, "return_dict_in_generate": True}
+
+    def generate() -> tuple[list[int], Tensor]:
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), output_logits=True, **config)
+        return out.sequences[0, ids.shape[1] :].tolist(), out.logits[0][0].double().log_softmax(-1)
+
+    with torch.inference_mode():
+        say(f"dropped: tracing, and compiling with {args.inner_backend!r}")
+        tokens, logprobs = generate()
+        call = uniprefill_fx.last_call()
+        say("dense, by the same trace")
+        with uniprefill_fx.disabled():
+            dense_tokens, dense = generate()
+    kl = float((dense.exp() * (dense - logprobs)).sum())
+    result = _ran(call) | {"kl": kl, "dense": subject.read(dense_tokens), "text": subject.read(tokens)}
+    same = "the same tokens" if tokens == dense_tokens else "different tokens"
+    lines = [str(call), f"KL of the next token from dense: {kl:.2g}; {same} follow"]
+    return result, "\n".join([*lines, f"dense:   {result['dense']!r}", f"dropped: {result['text']!r}"])
+
+
+def bench(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Medians of the time to the first token, dense and dropped in turn, for each prompt."""
+    model = uniprefill_fx.compile(subject.model, **options)
+
+    def seconds(ids: Tensor) -> float:
+        began = time.perf_counter()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+        out.tolist()  # waits for the device
+        return time.perf_counter() - began
+
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for ids in subject.prompts:
+            say(f"{ids.shape[1]:,} tokens: compiling with {args.inner_backend!r} where it is new")
+            rows.append(_in_turn(lambda ids=ids: seconds(ids), args.repeats))  # type: ignore[misc]
+    head = f"{'tokens':>8} {'dense ms':>10} {'dropped ms':>11} {'ratio':>6} {'work':>5}"
+    lines = [
+        f"{row['tokens']:>8} {row['dense_ms']:>10.1f} {row['dropped_ms']:>11.1f} {row['ratio']:>6.2f} "
+        + f"{row['work']:>5.2f}"
+        + ("" if row["dropped"] else f"  ran dense: {row['reason']}")
+        for row in rows
+    ]
+    return {"device": args.device, "results": rows}, "\n".join([head, *lines])
+
+
+def _in_turn(run: Callable[[], float], repeats: int) -> dict[str, Any]:
+    """In turn, so that a busy machine slows both; the first of each, which compiles, is not counted."""
+    times: dict[str, list[float]] = {"dense": [], "dropped": []}
+    for _ in range(repeats + 1):
+        with uniprefill_fx.disabled():
+            times["dense"].append(run())
+        times["dropped"].append(run())
+    call = uniprefill_fx.last_call()
+    dense, dropped = (1e3 * statistics.median(times[name][1:]) for name in ("dense", "dropped"))
+    return _ran(call) | {"dense_ms": dense, "dropped_ms": dropped, "ratio": dense / dropped}
