@@ -16,7 +16,7 @@ from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
 
 BLOCK = 64
-ALLOWED = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 Attention = dict[str, Any]  # arguments of `slot_attention`
 
 # what differs from: 4/2 heads, bf16, a stream of 1,500 rows that were 2,300 tokens
@@ -128,7 +128,7 @@ def check_large_offsets(device: torch.device) -> tuple[str, float, float]:
         memory = torch.empty((1 << 31) + (1 << 20), dtype=torch.bfloat16, device=device)
         given[name] = memory.as_strided((1, 2, rows, dim), (0, (1 << 31) + 16, dim, 1)).copy_(given[name])
     got = slot_attention(**given)
-    return "attention, beyond 2^31 elements", difference(got, slot_attention_reference(**given)), 6e-3
+    return "attention, beyond 2^31 elements", difference(got, slot_attention_reference(**given)), ALLOWED[torch.bfloat16]
 
 
 def check_all(device: torch.device, tiny: bool, also: Sequence[Any] = ()) -> list[dict[str, Any]]:
