@@ -128,7 +128,11 @@ def check_large_offsets(device: torch.device) -> tuple[str, float, float]:
         memory = torch.empty((1 << 31) + (1 << 20), dtype=torch.bfloat16, device=device)
         given[name] = memory.as_strided((1, 2, rows, dim), (0, (1 << 31) + 16, dim, 1)).copy_(given[name])
     got = slot_attention(**given)
-    return "attention, beyond 2^31 elements", difference(got, slot_attention_reference(**given)), ALLOWED[torch.bfloat16]
+    return (
+        "attention, beyond 2^31 elements",
+        difference(got, slot_attention_reference(**given)),
+        ALLOWED[torch.bfloat16],
+    )
 
 
 def check_all(device: torch.device, tiny: bool, also: Sequence[Any] = ()) -> list[dict[str, Any]]:
