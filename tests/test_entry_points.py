@@ -186,6 +186,7 @@ def test_two_sets_of_options_on_one_model_keep_apart() -> None:
         ({"p": [0.9, 0.8], "drop_layers": "all"}, ("'p'", "(0.9, 0.8)", "a list of 3")),
         ({"inner_backend": "inducktor"}, ("inner_backend", "inducktor", "inductor")),
         ({"selection": "top_k"}, ("keep_ratio", "None", "top_k")),
+        ({"score_dtype": "float8_e4m3"}, ("score_dtype", "float8_e4m3", "a model on cpu", "8.9")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -195,7 +196,7 @@ def test_bad_options_raise_when_the_model_compiles(options: dict[str, Any], word
         fast(token_ids(300), logits_to_keep=1)
     assert all(word in str(raised.value) for word in words), str(raised.value)
     assert isinstance(raised.value, OptionError | torch._dynamo.exc.BackendCompilerFailed)
-    if not {"drop_layers", "inner_backend"} & options.keys():
+    if not {"drop_layers", "inner_backend", "score_dtype"} & options.keys():
         with pytest.raises(OptionError):
             uniprefill_fx.compile(tiny_llama(), **options)
 

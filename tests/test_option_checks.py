@@ -89,10 +89,10 @@ def test_integers(option: str, minimum: int) -> None:
         ("window", ("position", "index")),
         ("full_logits", ("frozen", "dense")),
         ("selection", ("top_p", "top_k")),
-        ("score_dtype", ("float32", "float64")),
+        ("score_dtype", ("float32", "float64", "float8_e4m3")),
     ],
 )
-def test_choices(option: str, names: tuple[str, str]) -> None:
+def test_choices(option: str, names: tuple[str, ...]) -> None:
     beside = {"keep_ratio": 0.5} if option == "selection" else {}
     for name in names:
         extra = beside if name == "top_k" else {}

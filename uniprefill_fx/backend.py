@@ -18,6 +18,7 @@ from uniprefill_fx.api import warn_of_lost_generate
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends import gating
+from uniprefill_fx.lowering.devices import check_score_dtype
 from uniprefill_fx.lowering.inner import inner_backend
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.constants import write_constants
@@ -33,7 +34,7 @@ from uniprefill_fx.passes.rewrite import rewrite
 from uniprefill_fx.passes.sites import find_sites
 from uniprefill_fx.passes.split import split_at_selections
 from uniprefill_fx.passes.triangles import mark_triangles
-from uniprefill_fx.passes.values import copy_module
+from uniprefill_fx.passes.values import copy_module, meta
 from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
 from uniprefill_fx.tracelog import note
 from uniprefill_fx.tracing import TraceAgain, trace_symbolic
@@ -98,6 +99,7 @@ def compile_graph(
     if config.strict and plan.prefill and plan.refusals and plan.refusals[-1].category is not Category.TOO_SHORT:
         raise StrictError(str(plan.refusals[0]))
     if plan.drops:
+        check_score_dtype(config, meta(plan.drops[0].site.q).device)
         try:
             done.run = _dropping(gm, config, inner, done)
         except Exception as error:

@@ -81,7 +81,7 @@ _CHECKS: Mapping[str, Check] = {
     "min_tokens": checks.integer(0, "0 lets a prompt of any length drop."),
     "inner_backend": checks.inner_backend,
     "inner_options": checks.optional(checks.inner_options),
-    "score_dtype": checks.choice("float32", "float64"),
+    "score_dtype": checks.choice("float32", "float64", "float8_e4m3"),
     "strict": checks.boolean,
 }
 
@@ -131,8 +131,9 @@ class PrefillConfig:
     inner_options: InnerOptions | None = None
     """Passed on to the inner backend as `options`."""
 
-    score_dtype: Literal["float32", "float64"] = "float32"
-    """Type in which scores are computed and summed."""
+    score_dtype: Literal["float32", "float64", "float8_e4m3"] = "float32"
+    """Type in which scores are computed and summed. "float8_e4m3": queries and keys are rounded to 8 bits before they
+    are multiplied, with one scale a tile; softmax and sums are float32. Needs a GPU that multiplies such numbers."""
 
     strict: bool = False
     """Raise where a site would otherwise stay dense with a recorded reason."""

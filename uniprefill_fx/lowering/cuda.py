@@ -30,13 +30,14 @@ def _score(
     bias: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
+    fp8 = score_dtype == torch.float8_e4m3fn
+    covered = (fp8 or score_dtype == torch.float32) and block_size in BLOCK_SIZES and q.shape[-1] <= MAX_HEAD_DIM
     # float32 keys have three tf32 products a tile, and wide ones do not fit; such models are tests, not loads
-    covered = score_dtype == torch.float32 and block_size in BLOCK_SIZES and q.shape[-1] <= MAX_HEAD_DIM
     if not covered or q.dtype not in (torch.bfloat16, torch.float16) or sinks is not None or bias is not None:
         return scoring.score_reference(
             q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap, sinks, bias, slots
         )
-    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap)
+    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, "fp8" if fp8 else "input")
 
 
 @scoring.select.register_kernel("cuda")

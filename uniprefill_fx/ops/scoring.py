@@ -35,6 +35,11 @@ def with_terms(scores: Tensor, softcap: float | None, bias: Tensor | None, slots
     return scores
 
 
+def sums_dtype(score_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax, sums and scores: 8 bits are for operands only."""
+    return torch.float32 if score_dtype == torch.float8_e4m3fn else score_dtype
+
+
 def score_reference(
     q: Tensor,
     k: Tensor,
@@ -54,12 +59,15 @@ def score_reference(
         q: (1, heads, tokens, head_dim), k: (1, kv_heads, tokens, head_dim), both after rotary.
         cu_seqlens: (requests + 1,) int32, first 0, last `tokens`.
         scale: factor on the logits. last_n: queries a request is scored with (fewer when it is shorter).
-        block_size: tokens a block. score_dtype: dtype of softmax and sums.
+        block_size: tokens a block.
+        score_dtype: dtype of softmax and sums; float8_e4m3fn: they are float32, and an implementation may round the
+            operands of q·kᵀ to e4m3. This one does not.
         softcap, sinks, bias: as for `uniprefill::attention`; slots: (tokens,) int64, what `bias` is read by.
 
     Returns:
-        (tokens // block_size + requests,) in `score_dtype`; see the module docstring for the order.
+        (tokens // block_size + requests,) in `sums_dtype(score_dtype)`; see the module docstring for the order.
     """
+    score_dtype = sums_dtype(score_dtype)
     heads, tokens = q.shape[1], q.shape[2]
     by_head = None if bias is None else bias.reshape(1, heads, 1, bias.shape[-1])
     groups = heads // k.shape[1]
@@ -89,7 +97,7 @@ score = torch.library.custom_op("uniprefill::score", score_reference, mutates_ar
 
 @score.register_fake
 def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap=None, sinks=None, bias=None, slots=None):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=score_dtype)
+    return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=sums_dtype(score_dtype))
 
 
 def select_reference(

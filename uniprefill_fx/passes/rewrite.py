@@ -32,6 +32,7 @@ from uniprefill_fx.passes.stages import Move
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta, token_dims, written_nodes
 
 ops = torch.ops.uniprefill
+SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
 
 
 def rewrite(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
@@ -177,7 +178,7 @@ class _Rewriter:
         if scale is None:
             scale = float(meta(drop.site.q).shape[-1]) ** -0.5
         cu = self.cu_seqlens[stage]
-        dtype = getattr(torch, config.score_dtype)
+        dtype = SCORE_DTYPES[config.score_dtype]
         slots = None if terms[2] is None else self.slots[stage]  # a bias is read by slot
         scores = self.graph.call_function(
             ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype, *terms, slots)

@@ -1,0 +1,30 @@
+"""What a device must be able to do for an option to have an effect."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from uniprefill_fx.config import OptionError, PrefillConfig
+
+FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that multiply e4m3 numbers
+
+
+def check_score_dtype(config: PrefillConfig, device: torch.device) -> None:
+    """Raise OptionError where scores cannot be computed in the type that was asked for."""
+    if config.score_dtype != "float8_e4m3" or multiplies_fp8(device):
+        return
+    raise OptionError(
+        "score_dtype",
+        config.score_dtype,
+        f"'float32' or 'float64' for a model on {device}",
+        "It needs Triton and an NVIDIA GPU of compute capability {}.{} or later.".format(*FP8_CAPABILITY),
+    )
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the scoring kernel has 8-bit products on `device`."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
