@@ -67,7 +67,7 @@ def test_kept_sets_stay_near_those_of_wider_types(run: Run) -> None:
         assert int((kept_blocks(eight, p) != kept).sum()) <= 1  # of 32
 
 
-@pytest.mark.parametrize("terms", [{"sinks": torch.zeros(4)}, {"block_size": 8}], ids=["sinks", "block_size"])
+@pytest.mark.parametrize("terms", [{"bias": torch.zeros(4, 1, TOKENS)}, {"block_size": 8}], ids=["alibi", "block_size"])
 def test_what_the_kernel_does_not_cover_is_scored_in_float32(run: Run, terms: dict[str, Any]) -> None:
     q, k = peaked()
     eight, full = (run(scores_on_cuda, q, k, dtype, **terms) for dtype in (FP8, FP32))

@@ -70,7 +70,14 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 def exact(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float, last_n: int, block_size: int, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    last_n: int,
+    block_size: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """A softmax row at a time, in float64."""
     bounds, groups = cu_seqlens.tolist(), q.shape[0] // k.shape[0]
@@ -83,7 +90,8 @@ def exact(
                 logits = k[head // groups, start : token + 1].double() @ q[head, token].double() * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
-                scores.index_add_(0, slot_of_key[: len(logits)], logits.softmax(0))
+                all_logits = logits if sinks is None else torch.cat([logits, sinks[head].double().reshape(1)])
+                scores.index_add_(0, slot_of_key[: len(logits)], all_logits.softmax(0)[: len(logits)])
     return scores
 
 
@@ -114,6 +122,15 @@ def test_softcap(run: Run, softcap: float) -> None:
     want = exact(**arguments, softcap=softcap)
     assert_near(run(block_scores, **arguments, softcap=softcap), want, 1e-5)
     assert_near(block_scores_reference(**arguments, softcap=softcap), want, 1e-5)
+
+
+def test_sinks_take_their_share(run: Run) -> None:
+    arguments = CASES["odd lengths"].arguments(7)
+    sinks = torch.linspace(-3.0, 9.0, 6).half()  # from a share of next to nothing to most of the mass
+    want, without = exact(**arguments, sinks=sinks), exact(**arguments)
+    assert want.sum() < 0.8 * without.sum()
+    assert_near(run(block_scores, **arguments, sinks=sinks[:, None]), want, 1e-5)
+    assert_near(block_scores_reference(**arguments, sinks=sinks), want, 1e-5)
 
 
 FP8_CASES = ["grouped", "odd lengths"]
@@ -193,6 +210,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"scale": -1.0}, "scale -1.0"),
     "softcap": ({"softcap": 0.0}, "softcap 0.0"),
     "dtype": ({"dtype": "fp4"}, "'fp4'"),
+    "sinks": ({"sinks": torch.zeros(3)}, r"sinks of shape \(3,\)"),
     "cu_seqlens": ({"cu_seqlens": torch.tensor([0, 8])}, r"cu_seqlens is torch\.int64"),
     "shared memory": (
         {"q": torch.zeros(2, 8, 160), "k": torch.zeros(2, 8, 160), "block_size": 128},

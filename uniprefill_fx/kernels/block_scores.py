@@ -11,7 +11,6 @@ has exp2 and log2. Nothing is written twice or added atomically, so that results
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -19,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniprefill_fx.kernels.checks import check_scores
 from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile, default_tiles
 from uniprefill_fx.kernels.varlen import check_stream, find_request, on_device, tanh
 
-MIN_BLOCK, MAX_BLOCK = 16, 128
 MIN_PROGRAMS = 512  # a few for each multiprocessor of the largest cards
 
 
@@ -143,8 +142,8 @@ def _block_lse_kernel(
 
 @triton.jit
 def _row_lse_kernel(
-    block_lse, cu_seqlens, row_lse, LAST_N: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    block_lse, cu_seqlens, sinks, row_lse, LAST_N: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """row_lse[request, row] = log2 of the row's softmax denominator; +inf for rows that do not exist."""
     request = tl.program_id(1)
@@ -165,8 +164,13 @@ def _row_lse_kernel(
         mass = mass * tl.exp2(highest - finite) + tl.exp2(x - finite)
         highest = above
     top = tl.max(highest, 0)
+    if SINKS:
+        sink = tl.load(sinks + row // LAST_N, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+        top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(mass * tl.exp2(highest - top[None, :]), 0)
+    if SINKS:
+        total += tl.exp2(sink - top)
     result = tl.where(exists, top + tl.log2(total), float("inf"))
     tl.store(row_lse + request.to(tl.int64) * (HEADS * LAST_N) + row, result, mask=row < HEADS * LAST_N)
 
@@ -200,6 +204,7 @@ def block_scores(
     block_size: int,
     softcap: float | None = None,
     dtype: Literal["input", "fp8"] = "input",
+    sinks: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Attention mass that the last queries of each request give to each block of its keys.
@@ -215,13 +220,15 @@ def block_scores(
         block_size: tokens a block, 16 to 128. softcap: logits become softcap·tanh(logit / softcap).
         dtype: type of the operands of q·kᵀ: that of the inputs, or "fp8": e4m3, with one scale for each tile of
             queries and of keys. Accumulation, exponentials and sums are float32 either way.
+        sinks: `heads` elements: one more logit a head that takes part in the softmax and belongs to no block.
         tiles: for measurements; `default_tiles` otherwise.
 
     Returns:
-        (tokens // block_size + requests,) float32, attention mass (it sums to heads × queries over a request). Blocks
+        (tokens // block_size + requests,) float32, attention mass (it sums to heads × queries over a request, less
+        what the sinks take). Blocks
         of request r start at `cu_seqlens[r] // block_size + r`; entries that no block uses are 0.
     """
-    _check(q, k, scale, last_n, block_size, softcap, dtype)
+    check_scores(q, k, scale, last_n, block_size, softcap, dtype, sinks)
     check_stream(cu_seqlens, q.device)
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         q, k = q.float(), k.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
@@ -254,36 +261,10 @@ def block_scores(
             STAGES=tiles.stages, num_warps=tiles.warps, maxnreg=tiles.registers,
         )  # fmt: skip
         _row_lse_kernel[(triton.cdiv(heads * last_n, 32), requests)](
-            block_lse, cu_seqlens, row_lse, last_n, heads, block_size, ROWS=32, SLOTS=128, num_warps=8
-        )
+            block_lse, cu_seqlens, row_lse if sinks is None else sinks.reshape(-1).contiguous(), row_lse, last_n,
+            heads, block_size, SINKS=sinks is not None, ROWS=32, SLOTS=128, num_warps=8,
+        )  # fmt: skip
         _combine_kernel[(slots,)](
             block_lse, row_lse, cu_seqlens, scores, requests, heads * last_n, block_size, TILE=1024, num_warps=4
         )
     return scores
-
-
-def _check(q: Tensor, k: Tensor, scale: float, last_n: int, block_size: int, softcap: float | None, dtype: str) -> None:
-    """Raise ValueError for what the kernels do not handle."""
-    if q.ndim != 3 or k.ndim != 3 or q.shape[1:] != k.shape[1:] or k.shape[0] == 0 or q.shape[0] % k.shape[0]:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}: wanted (heads, tokens, head_dim) and (kv_heads, tokens, head_dim)"
-            ", heads a multiple of kv_heads"
-        )
-    if not 1 <= q.shape[2] <= 256:
-        raise ValueError(f"head_dim {q.shape[2]}: wanted 1 to 256")
-    if q.dtype != k.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"q is {q.dtype}, k is {k.dtype}: wanted both float32, float16 or bfloat16")
-    if q.device != k.device:
-        raise ValueError(f"q lies on {q.device}, k on {k.device}: wanted one device")
-    if q.stride(2) != 1 or k.stride(2) != 1:
-        raise ValueError(f"strides of q {q.stride()}, of k {k.stride()}: wanted 1 in the last dimension")
-    if not MIN_BLOCK <= block_size <= MAX_BLOCK:
-        raise ValueError(f"block_size {block_size}: wanted {MIN_BLOCK} to {MAX_BLOCK}")
-    if q.dtype == torch.float32 and dtype == "input" and q.shape[2] > 128 and block_size > 64:
-        raise ValueError(f"float32 with head_dim {q.shape[2]}: wanted block_size up to 64 (shared memory)")
-    if last_n < 1:
-        raise ValueError(f"last_n {last_n}: wanted at least 1")
-    if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
-        raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
-    if dtype not in ("input", "fp8"):
-        raise ValueError(f"dtype {dtype!r}: wanted 'input' or 'fp8'")

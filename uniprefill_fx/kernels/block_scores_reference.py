@@ -21,6 +21,7 @@ def block_scores_reference(
     block_size: int,
     softcap: float | None = None,
     dtype: Literal["input", "fp8"] = "input",
+    sinks: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """As `block_scores`, with float32 operands and sums. `tiles` only matters to "fp8": it says what shares a scale."""
@@ -46,7 +47,11 @@ def block_scores_reference(
                 logits = (queries[group, :n] @ keys.T) * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
-                mass += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum(0)
+                logits.masked_fill_(hidden, -torch.inf)
+                if sinks is not None:
+                    sink = sinks.reshape(-1)[kv_head * groups + group].float().expand(n, 1)
+                    logits = torch.cat([logits, sink], 1)
+                mass += logits.softmax(-1)[:, :length].sum(0)
         first, blocks = start // block_size + r, math.ceil(length / block_size)
         padded = torch.nn.functional.pad(mass, (0, blocks * block_size - length))
         scores[first : first + blocks] = padded.view(blocks, block_size).sum(-1)

@@ -10,17 +10,14 @@ on the device: nothing here waits for the host, and windows cost what they hold,
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniprefill_fx.kernels.checks import check_attention
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
-from uniprefill_fx.kernels.varlen import check_device, check_stream, find_request, on_device, shared_memory, tanh
-
-MAX_HEAD_DIM = 256
+from uniprefill_fx.kernels.varlen import find_request, on_device, shared_memory, tanh
 
 
 @triton.jit
@@ -207,7 +204,7 @@ def slot_attention(
         softmax and sums are float32; the weights are rounded to the dtype of v before they multiply it.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _check(q, k, v, cu_seqlens, q_slots, k_slots, scale, window, chunk, softcap)
+    check_attention(q, k, v, cu_seqlens, q_slots, k_slots, scale, window, chunk, softcap)
     dtype = q.dtype
     if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
@@ -246,52 +243,3 @@ def slot_attention(
 def _batch_stride(x: Tensor | None) -> int:
     """Elements from one batch row of a contiguous tensor to the next; 0 when one row is there for all."""
     return 0 if x is None or x.shape[0] == 1 else x[0].numel()
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-) -> None:
-    """Raise ValueError for what the kernel does not handle; values on the device are not looked at."""
-    check_device(q.device)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if (
-        not q.ndim == k.ndim == v.ndim == 4
-        or not q.shape[0] == k.shape[0] == v.shape[0]
-        or q.shape[3] != k.shape[3]
-        or k.shape[1:3] != v.shape[1:3]
-        or k.shape[1] == 0
-        or q.shape[1] % k.shape[1]
-    ):
-        raise ValueError(
-            f"{shapes}: wanted (batch, heads, queries, head_dim), (batch, kv_heads, keys, head_dim) and (batch, "
-            "kv_heads, keys, v_dim), heads a multiple of kv_heads"
-        )
-    if not (1 <= q.shape[3] <= MAX_HEAD_DIM and 1 <= v.shape[3] <= MAX_HEAD_DIM):
-        raise ValueError(f"{shapes}: wanted head_dim and v_dim of 1 to {MAX_HEAD_DIM}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
-    if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
-        raise ValueError(f"strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension")
-    if cu_seqlens is not None:
-        check_stream(cu_seqlens, q.device)
-        if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
-            raise ValueError(f"{shapes} with cu_seqlens: wanted a batch of 1 and as many queries as keys")
-    by_slot = q_slots is not None and k_slots is not None
-    if not by_slot and q.shape[2] > k.shape[2]:
-        raise ValueError(f"{shapes} without slots: wanted no more queries than keys")
-    for name, slots, rows in (("q_slots", q_slots, q.shape[2]), ("k_slots", k_slots, k.shape[2])):
-        if by_slot and slots is not None and (slots.shape != (rows,) or slots.dtype != torch.int64):
-            raise ValueError(f"{name} is {slots.dtype} of shape {tuple(slots.shape)}: wanted int64, ({rows},)")
-    if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
-        raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
-    if (window is not None and window < 1) or (chunk is not None and chunk < 1):
-        raise ValueError(f"window {window}, chunk {chunk}: wanted at least 1")

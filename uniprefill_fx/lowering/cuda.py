@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from uniprefill_fx.kernels.block_scores import block_scores
+from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK
 from uniprefill_fx.kernels.select_blocks import select_blocks
-from uniprefill_fx.kernels.slot_attention import MAX_HEAD_DIM, slot_attention
+from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.ops import attention, scoring
 
-BLOCK_SIZES = range(16, 129)
+BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
 
 
 @scoring.score.register_kernel("cuda")
@@ -33,11 +34,11 @@ def _score(
     fp8 = score_dtype == torch.float8_e4m3fn
     covered = (fp8 or score_dtype == torch.float32) and block_size in BLOCK_SIZES and q.shape[-1] <= MAX_HEAD_DIM
     # float32 keys have three tf32 products a tile, and wide ones do not fit; such models are tests, not loads
-    if not covered or q.dtype not in (torch.bfloat16, torch.float16) or sinks is not None or bias is not None:
+    if not covered or q.dtype not in (torch.bfloat16, torch.float16) or bias is not None:
         return scoring.score_reference(
             q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap, sinks, bias, slots
         )
-    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, "fp8" if fp8 else "input")
+    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, "fp8" if fp8 else "input", sinks)
 
 
 @scoring.select.register_kernel("cuda")
