@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -41,9 +43,20 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None
     torch.testing.assert_close(got, want, atol=tolerance, rtol=0.0)
 
 
+def largest(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+def note(figures: dict[str, Any]) -> None:
+    """Append the figures of one comparison to the file that UNIPREFILL_FIGURES names, one JSON object a line."""
+    if path := os.environ.get("UNIPREFILL_FIGURES"):
+        with open(path, "a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+
 def assert_differs(got: Tensor, dense: Tensor) -> None:
     """Dropping showed: what was compared with the reference could not have come from the dense model."""
-    assert float((got - dense).abs().max()) > 10 * TOLERANCE
+    assert largest(got - dense) > 10 * TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from checkpoints import AUTO_LAYERS, FULL_LAYERS, NAMES, TWO_LAYERS, needle_ids
 from eager_reference import DropSpec, PrefillResult
-from exactness import SHARP, TIE, Case, Compiled, assert_differs, assert_near, assert_same_rows
+from exactness import SHARP, TIE, Case, Compiled, assert_differs, assert_near, assert_same_rows, largest, note
 from torch import Tensor
 
 pytestmark = pytest.mark.slow
@@ -54,16 +52,6 @@ def prompt_without_ties(compiled: Compiled, length: int) -> tuple[Tensor, Prefil
     raise AssertionError("eight prompts in a row are ties")
 
 
-def note(case: Case, length: int, want: PrefillResult, error: float, change: Tensor) -> None:
-    """Append the figures of one comparison to the file that UNIPREFILL_FIGURES names, one JSON object a line."""
-    if path := os.environ.get("UNIPREFILL_FIGURES"):
-        kept = {layer: len(rows) for layer, rows in want.kept.items()}
-        figures = {"case": str(case), "tokens": length, "kept": kept, "margin": min(want.margins.values())}
-        figures |= {"error": error, "change": float(change.abs().max())}
-        with open(path, "a") as file:
-            file.write(json.dumps(figures) + "\n")
-
-
 def check(compiled: Compiled, length: int) -> bool:
     """Exactness at one length; whether rows were dropped, and then also that dropping showed."""
     ids, want = prompt_without_ties(compiled, length)
@@ -71,11 +59,13 @@ def check(compiled: Compiled, length: int) -> bool:
     assert_same_rows(call, want, length)
     assert_near(out.logits, want.last_logits)
     dense = compiled.dense(ids, logits_to_keep=1).logits
-    note(compiled.case, length, want, float((out.logits - want.last_logits).abs().max()), out.logits - dense)
+    figures = {"case": str(compiled.case), "tokens": length, "kept": {at: len(rows) for at, rows in want.kept.items()}}
+    figures |= {"margin": min(want.margins.values()), "error": largest(out.logits - want.last_logits)}
+    note(figures | {"change": largest(out.logits - dense)})
     full = compiled.stock.config.num_hidden_layers - 1
     before_last = [len(kept) for layer, kept in want.kept.items() if layer < full]
     if before_last and before_last[-1] < length:
-        assert float((out.logits - dense).abs().max()) > 0
+        assert largest(out.logits - dense) > 0
     else:  # nothing was dropped that the last position could have seen
         assert_near(out.logits, dense)
     return len(list(want.kept.values())[-1]) < length

@@ -129,7 +129,7 @@ def read_outputs(
             raise refuse(
                 Category.OUTPUT,
                 f"an output of shape {_shape(node)} indexed by token, neither the residual stream nor keys or values",
-                "dropped tokens have no such value: do not ask for it (attentions, router logits), or stay dense",
+                "dropped tokens have no such value: do not ask for it (attentions, router logits, a quantised cache)",
             )
         outputs.append(Output(node, treatment))
     return tuple(outputs)

@@ -1,0 +1,200 @@
+"""Drawn cases against the independent references: 20 by default, 200 with `-m slow`.
+
+A draw is one compiled model and the options it is compiled with; several prompts run through it, each with its own
+length, block size, forced rows and amount, which `uniprefill_fx.override` changes without a compilation. Seeds are
+fixed: a failing test names the draw that failed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from arch_builders import ARCHS
+from arch_reference import StockReference
+from eager_reference import DropSpec, EagerReference
+from exactness import TIE, assert_near, largest, note, options_of
+from tiny import tiny_gemma3, tiny_llama
+from torch import Tensor
+
+import uniprefill_fx
+
+PROMPTS = 5  # a compiled model
+QUICK, MANY = 4, 40  # draws
+CHEAP = ("qwen2", "gpt2", "qwen3", "falcon", "phi3", "olmo2", "granite", "gpt_neox", "lfm2", "gemma2_sdpa")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One model as it is compiled.
+
+    Attributes:
+        build: makes the model. full: its full-attention layers. arch: its name, "" for those of `tiny`.
+        drops: the drop layers. window: by position or by index. inputs: "ids", "int32 ids" or "embeddings".
+        shift: of the position ids that are given; None: none are.
+    """
+
+    build: Callable[[], Any]
+    arch: str
+    drops: tuple[int, ...]
+    window: str
+    inputs: str
+    shift: int | None
+
+    def __str__(self) -> str:
+        return f"{self.arch or self.build} drops {self.drops} window={self.window} {self.inputs} shift={self.shift}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One call of it. A batch would have several lengths here, and a side of the padding."""
+
+    spec: DropSpec
+    length: int
+    seed: int
+
+
+def draw_model(rng: random.Random, kind: str) -> Draw:
+    window = rng.choice(["position", "index"]) if kind == "gemma3" else "position"
+    inputs = rng.choice(["ids", "ids", "int32 ids", "embeddings"])
+    shift = rng.choice([None, None, 0, 1000])
+    build: Callable[[], Any]
+    if kind == "llama":
+        layers = rng.choice([2, 3])
+        build, full = partial(tiny_llama, layers), tuple(range(layers))
+    elif kind == "gemma3":
+        layers = rng.choice([3, 4])
+        build, full = partial(tiny_gemma3, rng.choice([16, 32, 48]), layers), tuple(range(1, layers, 2))
+    else:
+        build, full = ARCHS[kind].build, ARCHS[kind].drops
+        shift = None if kind in ("gpt2", "falcon") else shift  # learned positions end at 1024; Falcon takes none
+        inputs = "ids" if kind == "lfm2" else inputs
+    drops = tuple(sorted(rng.sample(full, rng.randint(1, min(2, len(full))))))
+    return Draw(build, "" if kind in ("llama", "gemma3") else kind, drops, window, inputs, shift)
+
+
+def draw_prompt(rng: random.Random, draw: Draw) -> Prompt:
+    """Lengths over three decades, and near the sizes that matter."""
+    block_size, last_n, sinks = rng.choice([1, 5, 8, 16, 32]), rng.choice([1, 7, 16, 33]), rng.choice([0, 4, 16, 30])
+    edge = rng.choice([last_n, last_n + sinks, block_size * rng.randint(1, 20)]) + rng.choice([-1, 0, 1])
+    length = max(2, rng.choice([edge, round(2 ** rng.uniform(1, 9.3))] + [rng.randint(100, 600)] * 3))
+    amounts = tuple(round(rng.uniform(0.3, 0.95), 3) for _ in draw.drops)
+    amount: dict[str, Any] = {"p": amounts}
+    if rng.random() < 0.3:
+        amount = {"selection": "top_k", "keep_ratio": tuple(round(a / 2, 3) for a in amounts)}
+    spec = DropSpec(draw.drops, block_size=block_size, last_n=last_n, sink_tokens=sinks, window=draw.window, **amount)
+    return Prompt(spec, length, rng.randrange(1 << 30))
+
+
+@dataclass
+class Wanted:
+    """What the reference says of one prompt."""
+
+    logits: Tensor
+    kept: dict[int, Tensor]
+    tie: bool
+
+
+Reference = Callable[[Tensor, DropSpec], Wanted]
+
+
+def reference_of(draw: Draw, untouched: Any) -> Reference:
+    """The layer-by-layer reference for the models of `tiny`, the stock model with hidden keys for the others."""
+    if draw.arch:
+        stock = StockReference(ARCHS[draw.arch])
+
+        def run(ids: Tensor, spec: DropSpec) -> Wanted:
+            want = stock.run(ids, ids.shape[1], spec)
+            near = [min(s.margin, s.gap) for s in want.selections.values()]
+            return Wanted(want.logits, want.kept, min(near) <= TIE)
+
+    else:
+
+        def run(ids: Tensor, spec: DropSpec) -> Wanted:
+            want = EagerReference(untouched, spec).prefill(ids)
+            near = [*want.margins.values(), *want.gaps.values()]
+            return Wanted(want.last_logits[:, -1], want.kept, min(near) <= TIE)
+
+    return run
+
+
+def call_of(draw: Draw, ids: Tensor, untouched: Any) -> dict[str, Any]:
+    call: dict[str, Any] = {"logits_to_keep": 1}
+    if draw.shift is not None:
+        call["position_ids"] = torch.arange(draw.shift, draw.shift + ids.shape[1])[None]
+    if draw.inputs == "embeddings":
+        return call | {"inputs_embeds": untouched.get_input_embeddings()(ids)}
+    return call | {"input_ids": ids.int() if draw.inputs == "int32 ids" else ids}
+
+
+@torch.inference_mode()
+def check(
+    model: Any, untouched: Any, draw: Draw, prompt: Prompt, reference: Callable[[Tensor, DropSpec], Wanted]
+) -> bool:
+    """Exactness of one prompt; whether rows were dropped."""
+    for seed in range(prompt.seed, prompt.seed + 8):
+        ids = torch.randint(3, 256, (1, prompt.length), generator=torch.Generator().manual_seed(seed))
+        want = reference(ids, prompt.spec)
+        if not want.tie:
+            break
+    else:
+        return False  # prompts of a few tokens, most of them forced
+    spec = prompt.spec
+    amount = {"p": spec.p} if spec.selection == "top_p" else {"keep_ratio": spec.keep_ratio}
+    before = uniprefill_fx.last_call()
+    with uniprefill_fx.override(block_size=spec.block_size, last_n=spec.last_n, sink_tokens=spec.sink_tokens, **amount):
+        got = model(**call_of(draw, ids, untouched)).logits[:, -1]
+    done = uniprefill_fx.last_call()
+    assert done is not None and done is not before and done.dropped and done.reason is None, str(done)
+    assert done.tokens == prompt.length and sorted(done.kept) == sorted(want.kept)
+    for layer, rows in want.kept.items():
+        assert torch.equal(done.kept[layer], rows), f"kept set after layer {layer}"
+    assert_near(got, want.logits)
+    dense = untouched(ids).logits[:, -1]
+    kept = {layer: len(rows) for layer, rows in want.kept.items()}
+    note(
+        {"draw": str(draw), "tokens": prompt.length, "kept": kept, "block_size": spec.block_size}
+        | {"last_n": spec.last_n, "sinks": spec.sink_tokens, "amount": amount, "seed": seed}
+        | {"error": largest(got - want.logits), "change": largest(got - dense)}
+    )
+    return min(kept.values()) < prompt.length
+
+
+def run_draws(first: int, count: int, kinds: tuple[str, ...]) -> None:
+    dropped = []
+    for seed in range(first, first + count):
+        torch._dynamo.reset()
+        rng = random.Random(seed)
+        draw = draw_model(rng, kinds[seed % len(kinds)])
+        model, untouched = draw.build(), draw.build()
+        spec = DropSpec(draw.drops, window=draw.window)
+        model.compile(backend="uniprefill", options=options_of(spec))
+        reference = reference_of(draw, untouched)
+        for _ in range(PROMPTS):
+            prompt = draw_prompt(rng, draw)
+            try:
+                dropped.append(check(model, untouched, draw, prompt, reference))
+            except Exception as error:
+                raise AssertionError(f"draw {seed}: {draw}, {prompt}") from error
+    assert sum(dropped) >= len(dropped) // 2, "too few of the draws dropped a row"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def test_twenty_draws() -> None:
+    run_draws(0, QUICK, ("llama", "gemma3", "qwen2", "llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(MANY // QUICK))
+def test_two_hundred_draws(part: int) -> None:
+    run_draws(100 + part * QUICK, QUICK, ("llama", "gemma3", *CHEAP))
