@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from uniprefill_fx.api import compile
+    from uniprefill_fx.bound import error_bound
     from uniprefill_fx.calibration import Calibration, calibrate
     from uniprefill_fx.config import OptionError, PrefillConfig
     from uniprefill_fx.errors import CompactCacheError, StrictError
@@ -24,6 +25,7 @@ _HOME = {
     "Calibration": "calibration",
     "compile": "api",
     "explain": "report",
+    "error_bound": "bound",
     "disabled": "runtime",
     "last_call": "runtime",
     "override": "selection",
@@ -44,6 +46,7 @@ __all__ = [
     "calibrate",
     "compile",
     "disabled",
+    "error_bound",
     "explain",
     "last_call",
     "override",

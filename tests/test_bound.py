@@ -1,0 +1,121 @@
+"""The error bound of a drop: measured numbers against attention weights of the stock model, and that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FULL_LAYERS, TWO_LAYERS, folder, fresh, needle_ids, stock
+from eager_reference import DropSpec, EagerReference
+from tiny import tiny_llama, token_ids
+from torch import Tensor
+
+from uniprefill_fx import error_bound
+from uniprefill_fx.bound import BoundReport, DropError, measure
+
+SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 24}
+
+
+def by_hand(weights: Tensor, values: Tensor, kept: Tensor) -> DropError:
+    """Query by query and head by head: weights (1, heads, tokens, tokens), values (1, kv_heads, tokens, dim)."""
+    heads, tokens = weights.shape[1], weights.shape[-1]
+    inside = torch.zeros(tokens, dtype=torch.bool)
+    inside[kept] = True
+    masses, errors, bounds = [], [], []
+    for head in range(heads):
+        v = values[0, head * values.shape[1] // heads].double()
+        for query in range(tokens - SHARP["last_n"], tokens):
+            a = weights[0, head, query].double()
+            a = a / a.sum()  # float32 weights sum to 1 but for 1e-7, and dropped masses can be smaller
+            few = a * inside
+            errors.append(float((a @ v - few @ v / few.sum()).norm()))
+            masses.append(float(a[~inside].sum()))
+            bounds.append(2 * masses[-1] * float(v.norm(dim=-1).max()))
+    count = len(masses)
+    ratio = max(e / b for e, b in zip(errors, bounds, strict=True) if b > 0)
+    mean = sum(masses) / count
+    return DropError(-1, len(kept), mean, None, max(masses), sum(errors) / count, sum(bounds) / count, ratio)
+
+
+def assert_alike(got: DropError, want: DropError) -> None:
+    assert got.kept == want.kept
+    for name in ("mass", "worst_mass", "error", "bound", "worst_ratio"):
+        rel = 0.02 if name == "worst_ratio" else 1e-3  # of small numbers that come from float32 weights here
+        assert getattr(got, name) == pytest.approx(getattr(want, name), rel=rel, abs=1e-6), name
+
+
+def check(model: Any, eager: Any, ids: Tensor, layers: tuple[int, ...], p: float) -> BoundReport:
+    """The first drop against the stock model's own attention weights; the later ones hold as well."""
+    found = error_bound(model, ids, drop_layers=list(layers), p=p, min_tokens=0, **SHARP)
+    reference = EagerReference(eager, DropSpec(layers, p=p, **SHARP))
+    kept = reference.prefill(ids).kept
+    store: Any = reference._stores[layers[0]]
+    with torch.inference_mode():
+        weights = eager(ids, output_attentions=True).attentions
+    full = [w for w in weights if w is not None]
+    layer = (
+        layers[0] if len(full) == eager.config.num_hidden_layers else FULL_LAYERS["needle-qwen3-next"].index(layers[0])
+    )
+    assert_alike(found.drops[0], by_hand(full[layer], store.values, kept[layers[0]]))
+    assert [drop.layer for drop in found.drops] == list(layers)
+    for drop in found.drops:
+        assert drop.kept == len(kept[drop.layer]) < ids.shape[1]
+        assert drop.mass <= 1 - p + 1e-6 and drop.allowed == pytest.approx(1 - p)
+        assert drop.worst_ratio <= 1 and drop.error <= drop.bound
+        assert drop.holds
+    assert found.holds and found.drops[0].mass > 0 and found.drops[0].error > 0  # a later drop may find nothing more
+    return found
+
+
+def test_tiny() -> None:
+    """The attention of a drop layer is dense: kept rows are exact until the attention of the layer behind it."""
+    found = check(tiny_llama(4), tiny_llama(4, attention="eager"), token_ids(300), (1, 2), 0.8)
+    assert list(found.drift) == [0, 1, 2, 3]
+    assert found.drift[0] == found.drift[1] == 0.0
+    assert found.drift[2] < 1e-5 and found.drift[3] > 1e-3
+    assert str(found).count("\n") == 4
+
+
+def test_drift_by_the_reference() -> None:
+    ids, spec = token_ids(300), DropSpec((1,), p=0.7, **SHARP)
+    found = error_bound(tiny_llama(4), ids, drop_layers=[1], p=0.7, min_tokens=0, **SHARP)
+    dropped, dense = EagerReference(tiny_llama(4), spec), EagerReference(tiny_llama(4), None)
+    kept = dropped.prefill(ids).kept[1]
+    dense.prefill(ids)
+    few: Any = dropped._stores[3]
+    full: Any = dense._stores[3]
+    pairs = ((few.keys, full.keys[:, :, kept]), (few.values, full.values[:, :, kept]))
+    assert found.drift[3] == pytest.approx(max(float((a - b).norm() / b.norm()) for a, b in pairs), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_checkpoints(checkpoint: str) -> None:
+    folder(checkpoint)
+    check(stock(checkpoint), fresh(checkpoint, "eager"), needle_ids(1024), TWO_LAYERS[checkpoint], 0.9)
+
+
+def test_one_checkpoint() -> None:
+    folder("needle-gemma3")
+    check(stock("needle-gemma3"), fresh("needle-gemma3", "eager"), needle_ids(700), (2, 5), 0.9)
+
+
+def test_the_bound_is_tight() -> None:
+    """Two keys with opposite values and equal weight, one of them dropped: error and bound are the same number."""
+    k = torch.zeros(1, 1, 2, 4)
+    v = torch.tensor([[[[3.0, 0, 0, 0], [-3.0, 0, 0, 0]]]])
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    scored = {"q": torch.zeros(1, 1, 2, 4), "k": k, "cu_seqlens": cu, "scale": 1.0, "last_n": 1}
+    got = measure(scored, v, torch.tensor([1]))
+    assert (got.mass, got.error, got.bound, got.worst_ratio) == (0.5, 3.0, 3.0, 1.0)
+
+
+def test_a_broken_allowance_shows() -> None:
+    assert not DropError(0, 1, 0.2, 0.1, 0.2, 1.0, 2.0, 0.5).holds
+    assert not DropError(0, 1, 0.05, 0.1, 0.2, 1.0, 2.0, 1.5).holds
+    assert DropError(0, 1, 0.05, None, 0.2, 1.0, 2.0, 0.5).holds
+
+
+def test_dense_prompts_raise() -> None:
+    with pytest.raises(RuntimeError, match=r"ran dense: \[below-min-tokens\]"):
+        error_bound(tiny_llama(2), token_ids(100), min_tokens=200)
