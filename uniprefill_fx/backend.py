@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from uniprefill_fx.passes.split import split_at_selections
 from uniprefill_fx.passes.triangles import mark_triangles
 from uniprefill_fx.passes.values import copy_module, meta
 from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
+from uniprefill_fx.timing import collect
 from uniprefill_fx.tracelog import note
 from uniprefill_fx.tracing import TraceAgain, trace_symbolic
 
@@ -68,13 +68,12 @@ class Compilation:
 
     Attributes:
         plan: the decisions. before: Dynamo's graph. after: the rewritten one, None if it stays dense.
-        seconds: time of each pass. run: what Dynamo calls.
+        seconds: time of each pass, by name. run: what Dynamo calls.
     """
 
-    def __init__(self, plan: Plan, before: fx.GraphModule) -> None:
-        self.plan, self.before = plan, before
+    def __init__(self, plan: Plan, before: fx.GraphModule, seconds: dict[str, float]) -> None:
+        self.plan, self.before, self.seconds = plan, before, seconds
         self.after: fx.GraphModule | None = None
-        self.seconds: dict[str, float] = {}
         self.run: Callable[..., Any] | None = None
 
 
@@ -82,10 +81,21 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: PrefillConfig, observer: Observer | None = None
 ) -> Callable[..., Any]:
     """Plan, rewrite and compile one graph."""
+    seconds: dict[str, float] = {}
+    with collect(seconds):
+        return _compile_graph(gm, example_inputs, config, observer, seconds)
+
+
+def _compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: PrefillConfig,
+    observer: Observer | None,
+    seconds: dict[str, float],
+) -> Callable[..., Any]:
     inner = inner_backend(config)
     if frontends.install():
         raise TraceAgain("a library was imported since the backend was loaded")
-    began = time.perf_counter()
     write_constants(gm)
     remove_in_place(gm)
     expand_layer_ops(gm)
@@ -94,8 +104,7 @@ def compile_graph(
     blocked = _blocked(gm, example_inputs)
     plan = make_plan(gm, config, blocked)
     trace_symbolic(plan, gm, example_inputs)
-    done = Compilation(plan, copy_module(gm) if observer is not None else gm)
-    done.seconds["plan"] = time.perf_counter() - began
+    done = Compilation(plan, copy_module(gm) if observer is not None else gm, seconds)
     if config.strict and plan.prefill and plan.refusals and plan.refusals[-1].category is not Category.TOO_SHORT:
         raise StrictError(str(plan.refusals[0]))
     if plan.drops:
@@ -149,11 +158,8 @@ def _lower(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compilation) -> Prefill:
     """Rewrite, check, split; compilation itself waits for the first call."""
-    began = time.perf_counter()
     after = rewrite(gm, done.plan, config)
-    done.seconds["rewrite"] = time.perf_counter() - began
     propagate(after)
-    done.seconds["propagate"] = time.perf_counter() - began - done.seconds["rewrite"]
     done.after = after
     steps = [
         (piece, piece.gm if piece.selection else Segment(piece.gm, inner, f"segment {i // 2}"))

@@ -15,8 +15,9 @@ from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Refusal
 from uniprefill_fx.isolated import isolated, takes
+from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.plan import Plan
-from uniprefill_fx.runtime import LastCall, last_call
+from uniprefill_fx.runtime import LastCall, Prefill, last_call
 from uniprefill_fx.savings import Savings, estimate
 
 
@@ -77,7 +78,8 @@ class Report:
         drops = {drop.site.layer: drop for drop in plan.drops}
         sites = {site.layer: site for site in plan.sites}
         tokens = call.tokens if call is not None else None
-        lines = [f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}"]
+        lines = [self._choice()] if drops else []
+        lines.append(f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}")
         for layer in range(plan.num_layers):
             site = sites.get(layer)
             kind = "no attention" if site is None else str(site.mask) if site.mask else "not understood"
@@ -89,8 +91,6 @@ class Report:
                 kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
                 decision = f"{name}={amount:g}{kept}"
             lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
-        if len(self.compilations) > 1:
-            lines.append(f"{len(self.compilations)} graphs: Dynamo broke the model into pieces, or compiled it again")
         lines += [f"refused: {refusal}" for refusal in self.refusals]
         if call is not None and call.dropped:
             lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")
@@ -98,9 +98,35 @@ class Report:
                 lines.append("override: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
         elif call is not None:
             lines.append(f"this prompt ran dense: {call.reason}")
-        seconds = {name: f"{s:.2f} s" for name, s in self.decoder.seconds.items()}
-        lines.append("passes: " + ", ".join(f"{name} {s}" for name, s in seconds.items()))
-        return "\n".join(lines)
+        return "\n".join([*lines, self._compiled(), self._times()])
+
+    def _choice(self) -> str:
+        """The drop layers, and why these."""
+        why = {
+            "auto": "drop_layers='auto': about every fourth layer, neither the first ones nor the last",
+            "all": "drop_layers='all': every layer with full attention",
+        }
+        layers = [drop.site.layer for drop in self.plan.drops]
+        return f"drops after layers {layers} ({why.get(str(self.config.drop_layers), 'as given, or by a preset')})"
+
+    def _compiled(self) -> str:
+        """What was compiled: graphs of the prompt and of tokens after it, and the pieces of the former."""
+        prompts = [c for c in self.compilations if c.plan.prefill]
+        runs = [run for c in prompts if isinstance(c.run, Prefill) for _, run in c.run.steps]
+        pieces = sum(len(run.variants) for run in runs if isinstance(run, Segment))
+        inner = self.config.inner_backend if isinstance(self.config.inner_backend, str) else "the inner backend"
+        text = f"compiled: {len(prompts)} of the prompt"
+        text += f" in {pieces} pieces by {inner}" if pieces else ""
+        text += f", {len(self.compilations) - len(prompts)} of other tokens"
+        return text + (": Dynamo broke the model, or compiled it again" if len(self.compilations) > 1 else "")
+
+    def _times(self) -> str:
+        """Time of the passes on the decoder; those below a twentieth of it are summed up."""
+        seconds = self.decoder.seconds
+        total = sum(seconds.values())
+        shown = {name: s for name, s in seconds.items() if s >= total / 20}
+        parts = [f"{name} {s:.2f}" for name, s in shown.items()]
+        return f"passes: {total:.2f} s: " + ", ".join([*parts, f"others {total - sum(shown.values()):.2f}"])
 
 
 def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None = None, **options: Any) -> Report:

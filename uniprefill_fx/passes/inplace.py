@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.values import aliases, meta, shape
+from uniprefill_fx.timing import timed
 
 PLAIN = {
     operator.iadd: operator.add,
@@ -30,6 +31,7 @@ PLAIN = {
 METHODS = {"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
 
+@timed("remove in-place")
 def remove_in_place(gm: fx.GraphModule) -> int:
     """Replace in-place arithmetic whose target has no other name, in place; returns how many."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}

@@ -26,10 +26,12 @@ from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite import clean
 from uniprefill_fx.passes.sites import Site, Stored
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta
+from uniprefill_fx.timing import timed
 
 ops = torch.ops.uniprefill
 
 
+@timed("lower attention")
 def lower_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> int:
     """Replace every site that can be, in place; returns how many. Node meta stays as the model's own op had it."""
     replaced = 0

@@ -15,6 +15,7 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.expansion import expansion
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, shape, token_dims
+from uniprefill_fx.timing import timed
 
 
 class Treatment(StrEnum):
@@ -91,6 +92,7 @@ def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol
     return dim if before[dim] == after[dim] else None
 
 
+@timed("outputs")
 def read_outputs(
     graph: fx.Graph,
     sites: Sequence[Site],

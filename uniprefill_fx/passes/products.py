@@ -26,11 +26,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from uniprefill_fx.passes.values import meta, name_of, peel
+from uniprefill_fx.timing import timed
 
 BETWEEN = frozenset("to float type_as contiguous clone dropout view reshape squeeze unsqueeze".split())
 LOGITS = BETWEEN | frozenset("mul truediv div add iadd sub masked_fill masked_fill_ where tanh".split())
 
 
+@timed("write products")
 def write_products(gm: fx.GraphModule) -> int:
     """Rewrite the products around attention in place; returns how many."""
     written = 0

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.values import expression, is_op, meta
+from uniprefill_fx.timing import timed
 
 
 def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
@@ -30,6 +31,7 @@ def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     return size
 
 
+@timed("propagate")
 def propagate(gm: fx.GraphModule) -> None:
     """Set `meta["val"]` (and `example_value`) of every node of a rewritten graph.
 

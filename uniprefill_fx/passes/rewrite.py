@@ -30,11 +30,13 @@ from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.stages import Move
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta, token_dims, written_nodes
+from uniprefill_fx.timing import timed
 
 ops = torch.ops.uniprefill
 SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
 
 
+@timed("rewrite")
 def rewrite(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
     """The graph that drops as `plan` says; `gm` is left as it is. Node meta is not filled in: see `propagate`."""
     return _Rewriter(gm, plan, config).run()

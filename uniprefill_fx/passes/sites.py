@@ -14,6 +14,7 @@ from uniprefill_fx.passes.expansion import Expansion, expansion
 from uniprefill_fx.passes.masks import MaskKind, classify
 from uniprefill_fx.passes.spelled import read_spelled
 from uniprefill_fx.passes.values import decoder_layer, expression, is_op, meta, module_path, name_of, shape
+from uniprefill_fx.timing import timed
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Site:
         return expression(meta(self.q).shape[2]) == expression(meta(self.k).shape[2])
 
 
+@timed("find sites")
 def find_sites(graph: fx.Graph) -> list[Site]:
     """All attention ops, in graph order. Never raises: what is not understood becomes a refused site."""
     found = [site for node in graph.nodes if (site := _read(node)) is not None]

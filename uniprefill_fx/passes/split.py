@@ -8,6 +8,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.values import is_op, name_of
+from uniprefill_fx.timing import timed
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Piece:
     selection: bool
 
 
+@timed("split")
 def split_at_selections(gm: fx.GraphModule) -> list[Piece]:
     """The pieces of a graph, to be run one after the other. Program order is kept, so in-place writes stay in place.
 

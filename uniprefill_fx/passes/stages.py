@@ -17,6 +17,7 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.token_ops import check_rows
 from uniprefill_fx.passes.values import aliases, expression, meta, name_of, token_dims, written_nodes
+from uniprefill_fx.timing import timed
 
 FILLS = frozenset(
     "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like".split()
@@ -43,6 +44,7 @@ class Crossing:
     dim: int = 0
 
 
+@timed("stages")
 def stages(
     graph: fx.Graph, sites: Sequence[Site], drops: Sequence[Site], tokens: sympy.Symbol, tail: frozenset[fx.Node]
 ) -> dict[fx.Node, int]:
@@ -108,6 +110,7 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
                     )
 
 
+@timed("crossings")
 def crossings(
     graph: fx.Graph, sites: Sequence[Site], found: dict[fx.Node, int], tokens: sympy.Symbol
 ) -> dict[fx.Node, Crossing]:
