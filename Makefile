@@ -3,6 +3,7 @@
 #   make demo    DEMO_ARGS="--model NAME_OR_FOLDER"
 #   make test    PYTEST_ARGS="-m slow"
 #   make lint
+#   make docs     the site, in build/site
 #
 # torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.12.1", or pip's own
 # environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
@@ -23,7 +24,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
@@ -34,6 +35,10 @@ test: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv "$(VENV)"

@@ -1,0 +1,76 @@
+"""The documentation: links and pages exist, code can be read as code, every option is in the table."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import ROOT
+
+import uniprefill_fx
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+SECTION = re.compile(r'^--8<-- "([^:"]+):([^"]+)"$', re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    """Every relative link, and every included section, is there."""
+    text = page.read_text(encoding="utf-8")
+    for target in LINK.findall(text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+    for file, name in SECTION.findall(text):
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert source.count(f"[start:{name}]") == source.count(f"[end:{name}]") == 1
+
+
+def test_pages_are_in_the_navigation() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def files(entries: object) -> list[str]:
+        if isinstance(entries, str):
+            return [entries]
+        values = entries.values() if isinstance(entries, dict) else entries
+        assert not isinstance(values, str | int)
+        return [file for value in values for file in files(value)]  # type: ignore[attr-defined]
+
+    assert sorted(files(settings["nav"])) == [page.name for page in PAGES[1:]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_is_code(page: Path) -> None:
+    """Python blocks parse, and what they call on the package exists."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks += [m for m in re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE) if re.search(r"uniprefill_fx[. ]", m)]
+    for block in blocks:
+        code = textwrap.dedent(block)
+        if "-m uniprefill_fx" not in code:
+            ast.parse(code)
+        for name in re.findall(r"\buniprefill_fx\.([a-z_]+)\(", code):
+            assert hasattr(uniprefill_fx, name), name
+
+
+def test_every_option_is_in_the_table() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("[start:options]") : text.index("[end:options]")]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(option.name for option in dataclasses.fields(uniprefill_fx.PrefillConfig))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs builds it")
+def test_the_site_builds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "uniprefill.select" in (tmp_path / "how-it-works" / "index.html").read_text(encoding="utf-8")
