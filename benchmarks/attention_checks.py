@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+import triton
 from kernel_checks import packed, poisoned_memory
 from torch import Tensor
 
@@ -135,6 +136,18 @@ def check_large_offsets(device: torch.device) -> tuple[str, float, float]:
     )
 
 
+def check_compilations(device: torch.device) -> tuple[str, float, float]:
+    """How often the kernel is compiled, or loaded, for ten lengths: once, so that a new length costs nothing."""
+    found: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **info: found.append(info["repr"])
+    try:
+        for rows in (17, 20, 128, 333, 1000, 1024, 1500, 2049, 4096, 5003):
+            slot_attention(**arguments(device, 32, rows=rows, window=77, sinks=True))
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    return "compilations for ten lengths", len(found), 1
+
+
 def check_all(device: torch.device, tiny: bool, also: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """Every check with its error; SystemExit after the last, when one failed.
 
@@ -150,7 +163,7 @@ def check_all(device: torch.device, tiny: bool, also: Sequence[Any] = ()) -> lis
             found = [result for future in checks for result in future.result()]
             for future in others:
                 future.result()
-        found.append(check_large_offsets(device))
+        found += [check_large_offsets(device), check_compilations(device)]
     failed = list(_failures(found))
     print(f"{len(found)} checks against the float32 twin, {len(failed)} failed", flush=True)
     if failed:
