@@ -38,7 +38,7 @@ from torch import Tensor
 from uniprefill_fx.kernels.block_scores import block_scores
 from uniprefill_fx.kernels.select_blocks import mark_blocks, queue_selection
 from uniprefill_fx.kernels.tiles import Tiles
-from uniprefill_fx.ops.scoring import score as torch_scores
+from uniprefill_fx.ops.scoring import packed_score as torch_scores
 
 BLOCK_SIZE, LAST_N, SINKS, P = 64, 128, 128, 0.99
 WARM_TOKENS = 8192

@@ -1,13 +1,16 @@
-"""Time to first token of a Llama-3.1-8B shape (random bf16 weights) on a GPU: dense, stock, uniprefill, and the limit.
+"""Time to first token of real shapes with random bf16 weights on a GPU: dense, stock, uniprefill, and the limit.
 
     python benchmarks/prefill.py --out benchmarks/results                # everything that fits 420 s
     python benchmarks/prefill.py --out /tmp/results --layers 8 --stock   # a quarter of the model; without (b)
     python benchmarks/prefill.py --out /tmp/results --exact-limit --decode-tokens-at 0
+    python benchmarks/prefill.py --out benchmarks/results --model gemma-3-12b --name prefill_gemma3.json
+    python benchmarks/prefill.py --out benchmarks/results --batch 4 --lengths 16384 --name prefill_batch4.json
     python benchmarks/prefill.py --out /tmp/results --dry-run            # tiny, float32, on the CPU: not a result
 
-(With PYTHONPATH=. where the package is not installed.) Writes prefill.json after each step; `plot.py` draws it.
+(With PYTHONPATH=. where the package is not installed.) Writes the JSON after each step; `plot.py` draws it.
 
-One prompt of random tokens, `model(ids, logits_to_keep=1, use_cache=True)` under `torch.inference_mode()`:
+Prompts of random tokens, one unless --batch says more: `model(ids, logits_to_keep=1, use_cache=True)` under
+`torch.inference_mode()`:
 
 (a) dense: the same compilation as (c) inside `uniprefill_fx.disabled()`: Inductor, no mask, SDPA's own choice.
 (b) stock: `torch.compile(model.forward)`, the model's own s x s mask and cache. Static shapes for one length, else
@@ -18,7 +21,8 @@ One prompt of random tokens, `model(ids, logits_to_keep=1, use_cache=True)` unde
     apart: embedding of all tokens, norm and head of the last) over the layers. Between measured lengths the time *for a
     token* is interpolated linearly in the length, which is exact for a·n + b·n²; below the shortest one it is taken as
     constant (marked < in the table). --exact-limit measures (a) at the very row counts instead (marked e). A drop
-    layer counts with the rows of its attention, though its projection and MLP run on fewer.
+    layer counts with the rows of its attention, though its projection and MLP run on fewer. Layers of different kinds
+    count as their average: drops end whole groups of them.
 
 (a) and (c) take turns, so that a change of clocks meets both. Times are CUDA events around a call, medians; host ms is
 the wall time until the call returned. Peak memory counts the weights. Syncs are the host's waits for the device in one
@@ -39,8 +43,9 @@ if "--dry-run" in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
 
 import torch
-from prefill_bench import DROPS, Bench, llama
+from prefill_bench import Bench
 from prefill_extras import decode, exact_limit, profile, stock
+from prefill_models import DEFAULT_LAYERS, DROPS, TINY_LAYERS, build_config
 from prefill_tools import Progress, guarded, table
 
 LENGTHS = [1024, 4096, 16_384, 32_768, 65_536, 131_072]
@@ -48,9 +53,12 @@ LENGTHS = [1024, 4096, 16_384, 32_768, 65_536, 131_072]
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for prefill.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--name", default="prefill.json", help="its file name (%(default)s)")
+    parser.add_argument("--model", choices=sorted(DROPS), default="llama-3.1-8b")
+    parser.add_argument("--batch", type=int, default=1, help="prompts at once, of equal lengths")
     parser.add_argument("--lengths", type=int, nargs="+", help=f"prompt lengths (default: {LENGTHS})")
-    parser.add_argument("--layers", type=int, choices=sorted(DROPS), help="cut the model (default: 32)")
+    parser.add_argument("--layers", type=int, help="cut the model")
     parser.add_argument("--stock", type=int, nargs="*", help="lengths of (b); none given: skip it (default: 4096)")
     parser.add_argument("--exact-limit", action="store_true", help="measure (a) at the kept lengths as well")
     parser.add_argument(
@@ -68,11 +76,13 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     tiny = args.dry_run
     args.lengths = sorted(args.lengths or ([192, 512, 1024] if tiny else LENGTHS))
-    args.layers = args.layers or (4 if tiny else 32)
+    args.layers = args.layers or (TINY_LAYERS if tiny else DEFAULT_LAYERS)[args.model]
+    if args.layers not in DROPS[args.model]:
+        parser.error(f"--layers {args.layers}: {args.model} is measured with one of {sorted(DROPS[args.model])}")
     args.stock = sorted(([512] if tiny else [4096]) if args.stock is None else args.stock)
     args.profile_at = (512 if tiny else 32_768) if args.profile_at is None else args.profile_at
     if args.compile_at is None:
-        hidden = llama(args.layers, tiny).hidden_size
+        hidden = build_config(args.model, args.layers, tiny).hidden_size
         args.compile_at = next((n for n in args.lengths if n > hidden), args.lengths[-1])
     return args
 

@@ -14,40 +14,15 @@ from typing import Any
 
 import torch
 import transformers
+from prefill_models import DROPS, build_config
 from prefill_tools import GIB, Clock, Progress, Timing, Watch, limits, median, predicted_ms
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import uniprefill_fx
 from uniprefill_fx.backend import uniprefill
 
-# by number of layers, {drop layer: share of the prompt that is kept after it}; fewer drops where layers were cut off
-DROPS = {
-    32: {7: 0.65, 11: 0.55, 15: 0.45, 19: 0.40, 23: 0.35, 27: 0.30},
-    16: {3: 0.65, 7: 0.45, 11: 0.35},
-    12: {2: 0.65, 5: 0.45, 8: 0.35},
-    8: {1: 0.65, 3: 0.45, 5: 0.35},
-    4: {1: 0.65, 2: 0.40},
-}
 DENSE, UNI, STOCK = "dense", "uniprefill", "stock"
-
-
-def llama(layers: int, tiny: bool) -> LlamaConfig:
-    rope = {"rope_type": "default", "rope_theta": 500_000.0}
-    shape: dict[str, Any] = {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128_256,
-    }
-    if tiny:
-        shape = dict(zip(shape, (64, 160, 4, 2, 16, 256), strict=True))
-    config: LlamaConfig = LlamaConfig(
-        num_hidden_layers=layers, rope_parameters=rope, max_position_embeddings=262_144, rms_norm_eps=1e-5, **shape
-    )
-    return config
 
 
 class Bench:
@@ -57,7 +32,7 @@ class Bench:
         self.args, self.progress = args, progress
         self.device = torch.device("cpu" if args.dry_run else "cuda")
         self.clock, self.watch = Clock(self.device), Watch()
-        drops = DROPS[args.layers]
+        drops = DROPS[args.model][args.layers]
         self.options: dict[str, Any] = {
             "selection": "top_k",
             "drop_layers": list(drops),
@@ -67,7 +42,7 @@ class Bench:
         }
         self.results: list[dict[str, Any]] = []
         self.warned: set[str] = set()
-        config = llama(args.layers, args.dry_run)
+        config = build_config(args.model, args.layers, args.dry_run)
         self.report: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "card": "CPU: a dry run, not a result" if args.dry_run else torch.cuda.get_device_name(),
@@ -89,20 +64,22 @@ class Bench:
         self.clock.synchronize()
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters()) / GIB
         self.report["weights_gib"] = weights
-        progress.say(f"{args.layers} layers, {weights:.2f} GiB of weights on {self.report['card']}; {self.options}")
+        progress.say(
+            f"{args.model}, {args.layers} layers, {weights:.2f} GiB of weights on {self.report['card']}; {self.options}"
+        )
         if "uniprefill" not in torch._dynamo.list_backends():  # not installed: no entry point
             torch._dynamo.register_backend(uniprefill, name="uniprefill")
         self.model.compile(backend="uniprefill", options=self.options)
 
     def save(self) -> None:
-        limits(self.results, self.args.layers)
+        limits(self.results, self.args.layers, self.args.batch)
         self.results.sort(key=lambda r: r["tokens"])
-        name = "prefill_dry_run.json" if self.args.dry_run else "prefill.json"
+        name = "prefill_dry_run.json" if self.args.dry_run else self.args.name
         self.args.out.mkdir(parents=True, exist_ok=True)
         (self.args.out / name).write_text(json.dumps(self.report, indent=1) + "\n")
 
     def ids(self, tokens: int) -> Tensor:
-        return torch.randint(self.model.config.vocab_size, (1, tokens), device=self.device)
+        return torch.randint(self.model.config.vocab_size, (self.args.batch, tokens), device=self.device)
 
     def prefill(self, kind: str, ids: Tensor) -> Any:
         with uniprefill_fx.disabled() if kind == DENSE else contextlib.nullcontext():
@@ -118,7 +95,7 @@ class Bench:
         else:
             out, syncs = self.prefill(kind, ids), None
         call = uniprefill_fx.last_call()
-        if call is None or call.dropped != (kind == UNI) or call.tokens != ids.shape[1]:
+        if call is None or call.dropped != (kind == UNI) or call.tokens not in (ids.shape[1], ids.numel()):
             raise RuntimeError(f"{kind} at {ids.shape[1]:,} tokens did something else: {call}")
         if not bool(out.logits.isfinite().all()):
             self.progress.warn(f"{kind} at {ids.shape[1]:,} tokens: logits are not finite")

@@ -16,7 +16,7 @@ TRACE_SECONDS = 25.0  # a guess of Dynamo's time for one graph, before it is kno
 
 def exact_limit(bench: Bench, result: dict[str, Any]) -> None:
     """(a) at the row counts of one result."""
-    wanted = sorted(set(result["rows"]) - {result["tokens"]})
+    wanted = sorted({n // bench.args.batch for n in result["rows"]} - {result["tokens"]})
     seconds = sum(3.3 * bench.guess(DENSE, n) for n in wanted)
     if not bench.progress.allows(f"exact limit at {result['tokens']:,}", seconds):
         return
@@ -88,11 +88,12 @@ def _decode(bench: Bench, kind: str, ids: Tensor) -> dict[str, Any]:
     rows, gib = _size(cache)
     graphs = len(bench.watch.found) - graphs
     grown = rows - prefilled[0]
-    if grown != bench.args.layers * (steps + WARM_DECODE_STEPS):
+    growing = sum(layer.keys is not None and not layer.is_sliding for layer in cache.layers if hasattr(layer, "keys"))
+    if grown != growing * (steps + WARM_DECODE_STEPS):  # windows that are full hold what they held
         bench.progress.warn(f"the cache grew by {grown} rows in {steps + WARM_DECODE_STEPS} steps")
     bench.progress.say(
         f"decode after {kind}: {timing.ms / steps:.2f} ms a token ({timing.host_ms / steps:.2f} ms of the host); "
-        f"cache {prefilled[1]:.2f} GiB, {grown / bench.args.layers:.0f} rows a layer added; first step "
+        f"cache {prefilled[1]:.2f} GiB, {grown} rows added; first step "
         f"{first.wall_ms / 1e3:.1f} s, {graphs} graphs compiled; peak {timing.peak / GIB:.1f} GiB"
     )
     return {
@@ -139,5 +140,6 @@ def stock(bench: Bench, lengths: list[int]) -> None:
 
 def _size(cache: Any) -> tuple[int, float]:
     """Rows of all layers, and GiB of keys and values."""
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    return sum(layer.keys.shape[-2] for layer in cache.layers), sum(t.nbytes for t in tensors) / GIB
+    layers = [layer for layer in cache.layers if hasattr(layer, "keys")]  # not those of linear attention alone
+    tensors = [t for layer in layers for t in (layer.keys, layer.values)]
+    return sum(layer.keys.shape[-2] for layer in layers), sum(t.nbytes for t in tensors) / GIB

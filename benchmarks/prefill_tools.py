@@ -233,15 +233,18 @@ def predicted_ms(points: Mapping[int, float], tokens: int) -> float:
     return max(points[longest], min(quadratic, line))
 
 
-def limits(results: Sequence[dict[str, Any]], num_layers: int) -> None:
-    """Fill in the limit (d) of each result, from every dense time at hand; see `prefill.py`."""
+def limits(results: Sequence[dict[str, Any]], num_layers: int, batch: int) -> None:
+    """Fill in the limit (d) of each result, from every dense time at hand; see `prefill.py`.
+
+    Rows are those of all prompts of a batch, times are by the length of one.
+    """
     measured = {
         r["tokens"]: (r["dense"]["ms"] - r["head_ms"]) / num_layers for r in results if "dense" in r and "head_ms" in r
     }
     for result in results:
         if not measured or "rows" not in result or "head_ms" not in result:
             continue
-        rows = result["rows"]
+        rows = [n // batch for n in result["rows"]]
         result["limit_ms"] = result["head_ms"] + sum(per_token(measured, n) for n in rows)
         result["limit_below_measured"] = min(rows) < min(measured)
         exact = {n: (ms - result["head_ms"] * n / result["tokens"]) / num_layers for n, ms in result["exact"]}

@@ -87,14 +87,14 @@ class Compiled:
         return EagerReference(self.stock, self.spec)
 
     @torch.inference_mode()
-    def dense(self, ids: Tensor, **call: Any) -> Any:
-        return self.stock(ids, **call)
+    def dense(self, input_ids: Tensor, **call: Any) -> Any:
+        return self.stock(input_ids, **call)
 
     @torch.inference_mode()
-    def prefill(self, ids: Tensor, **call: Any) -> tuple[Any, LastCall]:
+    def prefill(self, input_ids: Tensor, **call: Any) -> tuple[Any, LastCall]:
         """Run the compiled model; what it recorded is new, so it did not run past the backend."""
         before = uniprefill_fx.last_call()
-        out = self.model(ids, **call)
+        out = self.model(input_ids, **call)
         after = uniprefill_fx.last_call()
         assert after is not None and after is not before
         return out, after

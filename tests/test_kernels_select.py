@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_worker import Run, interpreter
 
 from uniprefill_fx.kernels.select_blocks import mark_blocks, select_blocks, select_blocks_reference
-from uniprefill_fx.ops.scoring import select as torch_op
+from uniprefill_fx.ops.scoring import packed_select as torch_op
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def _lower(gm: fx.GraphModule) -> fx.GraphModule:
 def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compilation) -> Prefill:
     """Rewrite, check, split; compilation itself waits for the first call."""
     after = rewrite(gm, done.plan, config)
-    propagate(after)
+    propagate(after, done.plan.batch)
     done.after = after
     steps = [
         (piece, piece.gm if piece.selection else Segment(piece.gm, inner, f"segment {i // 2}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import logging
 import threading
 import warnings
@@ -11,17 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
-from uniprefill_fx.errors import Category, Refusal
+from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.outputs import Exposure
 from uniprefill_fx.passes.plan import Plan
-from uniprefill_fx.passes.split import Piece
+from uniprefill_fx.passes.split import Piece, is_selected
 from uniprefill_fx.passes.triangles import MARK, Unchanged
-from uniprefill_fx.passes.values import expression, meta
+from uniprefill_fx.passes.values import expression, meta, shape
 from uniprefill_fx.selection import Changed, arguments, changes
+from uniprefill_fx.spans import spans_of, whole_spans
 
 log = logging.getLogger(__name__)
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
@@ -34,9 +37,12 @@ class LastCall:
 
     Attributes:
         dropped: whether tokens were dropped. reason: why not, or None.
-        tokens: prompt length; None when the graph that ran does not know it.
+        tokens: prompt length, of all requests of a batch together and without padding; None when the graph that ran
+            does not know it.
         rows: by decoder layer, the rows that entered it (all its keys).
-        kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it.
+        kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it; the columns of
+            the input, packed request by request.
+        cu_seqlens: by drop layer, where each request begins in `kept`, and where the last one ends.
         changed: options that `override()` changed for this call.
     """
 
@@ -45,6 +51,7 @@ class LastCall:
     tokens: int | None
     rows: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)
+    cu_seqlens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     changed: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,7 +63,9 @@ class LastCall:
         if not self.dropped:
             return f"dense ({self.reason})" if self.reason else "dense"
         lines = [f"dropped: {self.tokens} tokens, work {self.work:.2f}"]
-        lines += [f"  after layer {layer}: kept {len(rows)}" for layer, rows in self.kept.items()]
+        for layer, bounds in self.cu_seqlens.items():
+            counts = [str(end - start) for start, end in itertools.pairwise(bounds)]
+            lines.append(f"  after layer {layer}: kept {', '.join(counts)}")
         return "\n".join(lines)
 
 
@@ -134,50 +143,67 @@ class Prefill:
     ) -> None:
         assert plan.count is not None
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
-        self.inputs = [n for n in after.graph.nodes if n.op == "placeholder"]
+        self.spans, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
         self.count_input = names.index(plan.count.name)
         self.segments = segments
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.triangles = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.triangles]
+        self.padding = None if plan.padding is None else names.index(plan.padding.name)
+        self.batch = _size_input(dense.gm.graph, plan.batch)
         self.released = _released(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
         self.warned = False
 
     def __call__(self, *args: Any) -> Any:
-        tokens = int(args[self.count_input])
-        reason = self._why_dense(tokens, args)
-        if reason is not None:
+        try:
+            spans = self._spans(args)
+        except RefusalError as error:
             out = self.dense(*args)
-            record(LastCall(False, reason, tokens))
+            record(LastCall(False, error.refusal, int(args[self.count_input])))
         else:
-            out = self._drop(tokens, args)
+            out = self._drop(spans, args)
         return self.marks(out)
 
-    def _why_dense(self, tokens: int, args: Sequence[Any]) -> Refusal | None:
+    def _spans(self, args: Sequence[Any]) -> Tensor:
+        """Where the tokens of each prompt lie.
+
+        Raises:
+            RefusalError: these prompts run dense.
+        """
+        columns = int(args[self.count_input])
         if _disabled.get():
-            return Refusal(Category.DISABLED, "uniprefill_fx.disabled() is active", "leave the context to drop again")
-        if tokens < self.min_tokens:
-            return Refusal(
-                Category.TOO_SHORT, f"{tokens} tokens, min_tokens={self.min_tokens}", "lower min_tokens to drop here"
+            raise refuse(Category.DISABLED, "uniprefill_fx.disabled() is active", "leave the context to drop again")
+        if columns < self.min_tokens:
+            raise refuse(
+                Category.TOO_SHORT, f"{columns} tokens, min_tokens={self.min_tokens}", "lower min_tokens to drop here"
             )
         for index in self.masks:
             if not bool(args[index].bool().all()):
-                return Refusal(Category.PADDING, "the attention mask marks padding", "pass prompts without padding")
+                raise refuse(Category.PADDING, "padding that not every attention masks", "pass prompts without padding")
         for numbers in self.segments(*args):
             if not bool((numbers == numbers[:, :1]).all()):
-                return Refusal(Category.PACKED, "position_ids restart: packed prompts", "pass prompts one by one")
+                raise refuse(Category.PACKED, "position_ids restart: packed prompts", "pass prompts one by one")
         for index, unchanged in self.triangles:
             if not unchanged(args[index]):
-                return Refusal(
+                raise refuse(
                     Category.MASK,
                     "a buffer that was a causal mask when the model was compiled has other values now",
                     "compile the model again if its mask is meant to change",
                 )
-        return None
+        if self.padding is None:
+            return whole_spans(self.batch(args), columns)
+        spans = spans_of(args[self.padding])
+        if self.plan.exposure is Exposure.NONE and bool((spans[:, 1] < columns).any()):
+            raise refuse(
+                Category.PADDING,
+                "the last rows alone are asked for, and are padding",
+                "pad on the left, or ask for all logits (logits_to_keep=0)",
+            )
+        return spans
 
-    def _drop(self, tokens: int, args: Sequence[Any]) -> Any:
+    def _drop(self, spans: Tensor, args: Sequence[Any]) -> Any:
         """Run the split graph node by node, releasing values after their last use."""
         if self.plan.exposure is Exposure.ALL and not self.warned:
             self.warned = True
@@ -186,8 +212,8 @@ class Prefill:
                 "frozen states (full_logits='frozen'); pass logits_to_keep=1, or full_logits='dense' for exact ones.",
                 stacklevel=3,
             )
-        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
-        kept: list[Tensor] = []
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.spans: spans}
+        kept: list[tuple[Tensor, Tensor]] = []
         changed = changes()
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]
@@ -199,21 +225,46 @@ class Prefill:
             del operands
             values.update(zip(piece.outputs, results, strict=True))
             if piece.selection:
-                kept.append(next(r for r in results if r.dtype == torch.int64))
-        self._record(tokens, kept, changed)
+                rows, kept_spans = (values[node] for node in _selected(piece))
+                kept.append((rows, kept_spans))
+        self._record(spans, kept, changed)
         return fx.node.map_arg(self.output, values.__getitem__)
 
-    def _record(self, tokens: int, kept: Sequence[Tensor], changed: dict[str, Any]) -> None:
+    def _record(self, spans: Tensor, kept: Sequence[tuple[Tensor, Tensor]], changed: dict[str, Any]) -> None:
         layers = [drop.site.layer for drop in self.plan.drops]
+        tokens = int((spans[:, 1] - spans[:, 0]).sum())
         positions: dict[int, Tensor] = {}
-        for layer, rows in zip(layers, kept, strict=True):
-            earlier = list(positions.values())
-            positions[layer] = earlier[-1][rows] if earlier else rows
+        bounds: dict[int, tuple[int, ...]] = {}
+        columns: list[Tensor] | None = None  # by request, the positions of the stream's rows
+        for layer, (rows, kept_spans) in zip(layers, kept, strict=True):
+            own = [rows[r, start:end] for r, (start, end) in enumerate(kept_spans.tolist())]
+            if columns is not None:
+                firsts = spans[:, 0].tolist()
+                own = [c[o - first] for c, o, first in zip(columns, own, firsts, strict=True)]
+            columns, spans = own, kept_spans
+            positions[layer] = torch.cat(own)
+            bounds[layer] = (0, *itertools.accumulate(len(o) for o in own))
         rows_of = []
         for layer in range(self.plan.num_layers):
             before = [at for at in layers if at < layer]
             rows_of.append(len(positions[before[-1]]) if before else tokens)
-        record(LastCall(True, None, tokens, tuple(rows_of), positions, changed))
+        record(LastCall(True, None, tokens, tuple(rows_of), positions, bounds, changed))
+
+
+def _selected(piece: Piece) -> tuple[fx.Node, fx.Node]:
+    """The rows and the spans that a piece selects."""
+    parts = {n.args[1]: n for n in piece.outputs if is_selected(n)}
+    return parts[0], parts[1]
+
+
+def _size_input(graph: fx.Graph, size: sympy.Expr) -> Callable[[Sequence[Any]], int]:
+    """How to read a size from the arguments of a graph; a number is itself."""
+    for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+        for d, own in enumerate(shape(node) or ()):
+            if own == size and not size.is_Integer:
+                return lambda args, i=i, d=d: int(args[i].shape[d])  # type: ignore[misc]
+    number = int(size)
+    return lambda args: number
 
 
 def _released(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:

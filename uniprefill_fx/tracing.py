@@ -26,8 +26,10 @@ class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnal
 def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Mark the token axes of a static prefill graph's inputs as dynamic and trace again; at most once an input.
 
-    The prompt length is that of the queries of the first attention. Which inputs hold it, tracing will tell: the mark
-    is a wish, and an axis that turns out to be something else of the same size is specialised as before.
+    In a batch of prompts, mark its axis too: rows of requests can only be told from other axes by their own symbol.
+    The prompt length and the batch are those of the queries of the first attention. Which inputs hold them, tracing
+    will tell: the mark is a wish, and an axis that turns out to be something else of the same size is specialised as
+    before.
 
     Raises:
         TraceAgain: inputs were marked.
@@ -35,21 +37,25 @@ def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]
     fresh = [s for s in plan.sites if not s.stored]
     if not plan.prefill or not fresh:
         return
-    length = expression(meta(fresh[0].q).shape[2])
-    if length.free_symbols or length < 2:
+    batch, _, length, _ = map(expression, meta(fresh[0].q).shape)
+    wanted = [int(size) for size in (length, batch) if not size.free_symbols and size > 1]
+    if not wanted or length == 1:
         return
     marked = False
     placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
     for node, example in zip(placeholders, example_inputs, strict=True):
         if not isinstance(example, torch.Tensor) or _is_state(node, example):
             continue
-        axes = [d for d, size in enumerate(example.shape) if size == length]
+        sizes = [size if isinstance(size, int) else None for size in example.shape]
+        # The axis of the prompts is the first one, or the second behind that of the tokens.
+        own = (0, 1) if sizes[:1] == [length] else (0,)
+        axes = [d for d, size in enumerate(sizes) if size in wanted and (size == length or d in own)]
         before: set[int] = getattr(example, "_dynamo_weak_dynamic_indices", set())
         if set(axes) - before:
             torch._dynamo.maybe_mark_dynamic(example, axes)
             marked = True
     if marked:
-        raise TraceAgain(f"prompt length {length} was traced as a number")
+        raise TraceAgain(f"sizes {wanted} of the prompts were traced as numbers")
 
 
 def _is_state(node: fx.Node, example: torch.Tensor) -> bool:

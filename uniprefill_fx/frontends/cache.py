@@ -9,6 +9,7 @@ another backend) gets the view itself: right when nothing was dropped, an error 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class SlottedLayer(DynamicLayer):
 
     Attributes:
         keys, values: (batch, kv_heads, rows, head_dim).
-        slots: (rows,) int64, ascending: the original index of each row.
+        slots: (batch, rows) int64, ascending: the original index of each row, as a column of the prompts as they were
+            given, left padding included. -1 marks padding: requests of a batch may keep different numbers of rows.
         timeline: (tokens seen, 0), a tensor without elements. Its length is the number of tokens seen; a size, unlike
             an int attribute, can be symbolic from the first trace.
     """
@@ -48,11 +50,11 @@ class SlottedLayer(DynamicLayer):
         before, new = self.get_seq_length(), key_states.shape[-2]
         # Contiguous, as rows are after every later `cat`: strides are guarded, and decode should be traced once.
         keys, values = key_states.contiguous(), value_states.contiguous()
-        slots = torch.arange(before, before + new, device=key_states.device)
+        slots = torch.arange(before, before + new, device=key_states.device).repeat(key_states.shape[0], 1)
         if self.keys is not None and self.values is not None and self.slots is not None:
             keys = torch.cat([self.keys, keys], dim=-2)
             values = torch.cat([self.values, values], dim=-2)
-            slots = torch.cat([self.slots, slots])
+            slots = torch.cat([self.slots, slots], dim=-1)
         else:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.is_initialized = True
@@ -74,7 +76,7 @@ class SlottedLayer(DynamicLayer):
         own = torch.contiguous_format
         self.keys = self.keys[:, :, -rows:].clone(memory_format=own)
         self.values = self.values[:, :, -rows:].clone(memory_format=own)
-        self.slots = self.slots[-rows:].clone()
+        self.slots = self.slots[:, -rows:].clone(memory_format=own)
 
     def get_seq_length(self) -> int:
         """Tokens seen, dropped ones included."""
@@ -92,9 +94,26 @@ class SlottedLayer(DynamicLayer):
             return
         assert self.keys is not None and self.values is not None
         assert self.slots is not None and self.timeline is not None
-        rows = int((self.slots < keep).sum())
-        self.keys, self.values, self.slots = self.keys[:, :, :rows], self.values[:, :, :rows], self.slots[:rows]
+        rows = int((self.slots < keep).sum(-1).max())  # padding comes first, and later tokens are in all requests
+        self.keys, self.values = self.keys[:, :, :rows], self.values[:, :, :rows]
+        self.slots = self.slots[:, :rows]
         self.timeline = self.timeline[:keep]
+
+    def _per_request(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.slots is not None:
+            self.slots = change(self.slots)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._per_request(lambda slots: slots.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._per_request(lambda slots: slots[indices])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._per_request(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
     def offload(self) -> None:
         super().offload()

@@ -17,7 +17,7 @@ from uniprefill_fx.ops import attention, scoring
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
 
 
-@scoring.score.register_kernel("cuda")
+@scoring.packed_score.register_kernel("cuda")
 def _score(
     q: Tensor,
     k: Tensor,
@@ -41,7 +41,7 @@ def _score(
     return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, "fp8" if fp8 else "input", sinks)
 
 
-@scoring.select.register_kernel("cuda")
+@scoring.packed_select.register_kernel("cuda")
 def _select(
     block_scores: Tensor,
     cu_seqlens: Tensor,
@@ -62,14 +62,13 @@ def _select(
     return rows, kept
 
 
-@attention.attention.register_kernel("cuda")
-def _attention(
+@attention.attend.register_kernel("cuda")
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_slots: Tensor | None,
     k_slots: Tensor | None,
-    cu_seqlens: Tensor | None,
     key_mask: Tensor | None,
     scale: float | None,
     window: int | None,
@@ -79,18 +78,18 @@ def _attention(
     bias: Tensor | None = None,
     segments: Tensor | None = None,
     chunk_start: Tensor | None = None,
+    padded: bool = False,
 ) -> Tensor:
-    arguments = (q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, softcap, sinks, bias)
+    terms = attention.Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     queries, near = q.shape[2], window is not None or chunk is not None
-    if segments is not None or chunk_start is not None:  # rare: packed prompts, chunks behind padding
-        return attention.attention_reference(*arguments, segments, chunk_start)
-    alone = cu_seqlens is None or cu_seqlens.shape[0] == 2
-    plain = not near and key_mask is None and softcap is None and sinks is None and bias is None
+    # packed prompts run dense, chunks rarely begin behind padding, and a later turn of a batch is short
+    rare = segments is not None or chunk_start is not None or padded
     # SDPA has the faster kernels where it needs no mask. A single query that sees all keys has too little work for
     # ours, which gives each head to one multiprocessor.
-    if (alone and plain and queries == k.shape[2]) or (queries == 1 and not near) or not _covered(q, k, v, scale):
-        return attention.attention_reference(*arguments)
-    return slot_attention(*arguments)
+    fast = (terms.plain and not terms.masked and queries == k.shape[2]) or (queries == 1 and not near)
+    if rare or fast or not _covered(q, k, v, scale):
+        return attention.attend_reference(q, k, v, q_slots, k_slots, *terms, padded=padded)
+    return slot_attention(q, k, v, q_slots, k_slots, None, key_mask, scale, window, chunk, softcap, sinks, bias)
 
 
 def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:

@@ -10,76 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from uniprefill_fx.ops.scoring import requests, with_terms
+from uniprefill_fx.ops.scoring import bias_of_request, with_terms
 
 # cuDNN plans anew for every number of keys, which in decode is every step of every length that layers hold.
 STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 QUERY_ROWS = 256  # rows of queries that get an explicit mask at a time: bounds the mask to QUERY_ROWS x visible keys
-
-
-def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    cu_seqlens: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    segments: Tensor | None = None,
-    chunk_start: Tensor | None = None,
-) -> Tensor:
-    """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
-
-    Query slot a sees key slot b when b <= a, and a - b < window, and both lie in one chunk (counted from chunk_start),
-    and key_mask[b], and segments[a] == segments[b], and both belong to the same request. No mask larger than
-    `QUERY_ROWS` x keys is formed.
-
-    Args:
-        q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim).
-        q_slots, k_slots: (queries,), (keys,) int64, ascending within a request. Absent: keys are 0, 1, ..., and the
-            queries are the last of them.
-        cu_seqlens: (requests + 1,) int32 when requests are packed along the token axis (batch is 1 and queries are
-            keys); absent: each batch row is one request.
-        key_mask: (batch, slots) bool, False where a token is padding; absent: none is.
-        scale: factor on the logits; absent: head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
-        sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
-        bias: (..., heads, 1, slots), added to the logits by head and key slot (alibi).
-        segments: (batch, slots), equal for the tokens of one prompt where several are packed in a row.
-        chunk_start: (batch,) int64, the slot at which the chunks of a request begin; absent: 0.
-
-    Returns:
-        (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
-    """
-    if cu_seqlens is None or cu_seqlens.shape[0] == 2:
-        spans = [(0, k.shape[2])]
-    else:
-        spans = [(start, end) for start, end in requests(cu_seqlens) if start < end]
-    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
-    if len(spans) == 1:
-        out = _one_request(q, k, v, q_slots, k_slots, terms)
-    else:
-        parts = []
-        for start, end in spans:
-            a = None if q_slots is None else q_slots[start:end]
-            b = None if k_slots is None else k_slots[start:end]
-            parts.append(_one_request(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], a, b, terms))
-        out = torch.cat(parts, dim=2)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-attention = torch.library.custom_op("uniprefill::attention", attention_reference, mutates_args=())
-
-
-@attention.register_fake
-def _(q, k, v, q_slots, k_slots, cu_seqlens, key_mask, scale, window, chunk, *terms):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
 class Terms(NamedTuple):
@@ -95,53 +30,191 @@ class Terms(NamedTuple):
     segments: Tensor | None
     chunk_start: Tensor | None
 
+    @property
+    def masked(self) -> bool:
+        """Whether a query does not see all tokens before it."""
+        return any(term is not None for term in (self.window, self.chunk, self.key_mask, self.segments))
 
-def _one_request(
-    q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, terms: Terms
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are those that SDPA computes."""
+        return self.softcap is None and self.sinks is None and self.bias is None
+
+    def of_request(self, request: int, heads: int) -> Terms:
+        """The terms of one request of a batch."""
+
+        def own(term: Tensor | None) -> Tensor | None:
+            return term if term is None or term.shape[0] == 1 else term[request : request + 1]
+
+        bias = None if self.bias is None else bias_of_request(self.bias, heads, request)
+        return self._replace(
+            key_mask=own(self.key_mask), segments=own(self.segments), chunk_start=own(self.chunk_start), bias=bias
+        )
+
+
+@torch.library.custom_op("uniprefill::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    spans: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    chunk_start: Tensor | None = None,
 ) -> Tensor:
+    """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
+
+    Query slot a sees key slot b when b <= a, and a - b < window, and both lie in one chunk (counted from chunk_start),
+    and key_mask[b], and segments[a] == segments[b].
+
+    Args:
+        q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim).
+        q_slots, k_slots: (1 or batch, queries), (1 or batch, keys) int64, ascending; -1 marks a key that is padding.
+            Absent: keys are 0, 1, ..., and the queries are the last of them.
+        spans: (batch, 2) int64 on the CPU, of a prompt (queries and keys are the same tokens): the columns that are no
+            padding. Others are not seen, and their output is 0. Absent: there is no padding but that of the slots.
+        key_mask: (1 or batch, slots) bool, False where a token is padding; absent: none is.
+        scale: factor on the logits; absent: head_dim ** -0.5.
+        softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
+        sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
+        bias: (..., heads, 1, slots), added to the logits by head and key slot (alibi).
+        segments: (1 or batch, slots), equal for the tokens of one prompt where several are packed in a row.
+        chunk_start: (1 or batch,) int64, the slot at which the chunks of a request begin; absent: 0.
+
+    Returns:
+        (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
+    """
+    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
+    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    bounds = [] if spans is None else [tuple(span) for span in spans.tolist()]
+    own_slots = batch > 1 and k_slots is not None and k_slots.shape[0] > 1
+    if bounds and not terms.masked and bias is None and bounds == [(0, keys)] * batch:
+        out = attend(q, k, v, None, None, *terms)  # order is all that counts, and is the same for all requests
+    elif spans is None and own_slots and queries == 1 and bias is None and segments is None:
+        out = _step(q, k, v, q_slots, k_slots, terms)
+    elif (bounds and bounds != [(0, keys)]) or own_slots:
+        out = q.new_zeros(batch, queries, q.shape[1], v.shape[3]).transpose(1, 2)
+        for r, (start, end) in enumerate(bounds or [(0, keys)] * batch):
+            if end == start:
+                continue
+            rows, columns = slice(start, end) if bounds else slice(None), slice(start, end)
+            operands = (q[r : r + 1, :, rows], k[r : r + 1, :, columns], v[r : r + 1, :, columns])
+            places = (_of_request(q_slots, r, rows), _of_request(k_slots, r, columns))
+            out[r, :, rows] = attend(*operands, *places, *terms.of_request(r, q.shape[1]), padded=not bounds)[0]
+    else:
+        out = attend(q, k, v, *(_of_request(slots, 0, slice(None)) for slots in (q_slots, k_slots)), *terms)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attention.register_fake
+def _(q, k, v, q_slots, k_slots, spans, key_mask, scale, window, chunk, *terms):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+
+
+def _of_request(slots: Tensor | None, request: int, columns: slice) -> Tensor | None:
+    return None if slots is None else slots[request if slots.shape[0] > 1 else 0, columns]
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, terms: Terms) -> Tensor:
+    """One query a request, over keys whose slots differ by request."""
+    assert q_slots is not None and k_slots is not None
+    start = None if terms.chunk_start is None else terms.chunk_start[:, None]
+    seen = (k_slots >= 0) & _related(q_slots, k_slots, terms, start)
+    if terms.key_mask is not None:
+        seen &= terms.key_mask.expand(q.shape[0], -1).gather(1, k_slots.clamp(min=0))
+    return _masked(q, k, v, seen[:, None, None], None, terms)
+
+
+def attend_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    chunk_start: Tensor | None = None,
+    padded: bool = False,
+) -> Tensor:
+    """`attention` of requests that share their slots: (queries,) and (keys,) int64.
+
+    No mask larger than `QUERY_ROWS` x keys is formed. `padded`: some slots of keys may be -1.
+    """
+    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    masked = any(t is not None for t in (terms.window, terms.chunk, terms.key_mask, terms.segments))
-    plain = terms.softcap is None and terms.sinks is None and terms.bias is None
-    if plain and not masked and queries in (1, keys):
+    if terms.plain and not terms.masked and not padded and queries in (1, keys):
         # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
         with sdpa_kernel(STEP_BACKENDS) if queries == 1 and q.is_cuda else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=terms.scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
     if k_slots is None or q_slots is None:
         k_slots = torch.arange(keys, device=k.device)
         q_slots = k_slots[keys - queries :]
     parts = []
+    start = None if chunk_start is None else chunk_start[:, None, None]
     for first, last, low, high in _visible(q_slots, k_slots, terms):
-        a, b = q_slots[first:last, None], k_slots[None, low:high]
-        seen = b <= a
-        if terms.window is not None:
-            seen &= a - b < terms.window
-        if terms.chunk is not None:
-            start = 0 if terms.chunk_start is None else terms.chunk_start[:, None, None]
-            seen = seen & ((a - start) // terms.chunk == (b - start) // terms.chunk)
+        a, b = q_slots[first:last], k_slots[low:high]
+        seen = _related(a[:, None], b, terms, start)
         mask = seen.reshape(-1, 1, *seen.shape[-2:])
-        if terms.key_mask is not None:
-            mask = mask & terms.key_mask[:, k_slots[low:high]][:, None, None]
-        if terms.segments is not None:
-            own, theirs = terms.segments[:, q_slots[first:last]], terms.segments[:, k_slots[low:high]]
-            mask = mask & (own[:, None, :, None] == theirs[:, None, None])
-        rows, some_k, some_v = q[:, :, first:last], k[:, :, low:high], v[:, :, low:high]
-        if plain:
-            out = F.scaled_dot_product_attention(
-                rows, some_k, some_v, attn_mask=mask, scale=terms.scale, enable_gqa=grouped
-            )
-        else:
-            out = _spelled_out(rows, some_k, some_v, mask, k_slots[low:high], terms)
-        parts.append(out)
-    return torch.cat(parts, dim=2)
+        if padded:
+            mask = mask & (b >= 0)
+        if key_mask is not None:
+            mask = mask & key_mask[:, b][:, None, None]
+        if segments is not None:
+            mask = mask & (segments[:, a][:, None, :, None] == segments[:, b][:, None, None])
+        parts.append(_masked(q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], mask, b, terms))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor, terms: Terms) -> Tensor:
+attend = torch.library.custom_op("uniprefill::attend", attend_reference, mutates_args=())
+
+
+@attend.register_fake
+def _(q, k, v, q_slots, k_slots, *terms, padded=False):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+
+
+def _related(q_slots: Tensor, k_slots: Tensor, terms: Terms, chunk_start: Tensor | None) -> Tensor:
+    """Whether each query may see each key, by their places alone; the arguments broadcast."""
+    seen = k_slots <= q_slots
+    if terms.window is not None:
+        seen = seen & (q_slots - k_slots < terms.window)
+    if terms.chunk is not None:
+        start = 0 if chunk_start is None else chunk_start
+        seen = seen & ((q_slots - start) // terms.chunk == (k_slots - start) // terms.chunk)
+    return seen
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor | None, terms: Terms) -> Tensor:
+    if not terms.plain:
+        return _spelled_out(q, k, v, mask, k_slots, terms)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=terms.scale, enable_gqa=grouped)
+
+
+def _spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor | None, terms: Terms) -> Tensor:
     """Attention with terms that SDPA has no argument for; softmax in float32."""
     groups = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     scores = (q @ k.repeat_interleave(groups, 1).transpose(2, 3)).float() * scale
-    scores = with_terms(scores, terms.softcap, terms.bias, k_slots).masked_fill(~mask, -torch.inf)
+    # Not minus infinity: a padding row sees nothing, and NaN there would reach other rows through its values.
+    lowest = torch.finfo(scores.dtype).min
+    scores = with_terms(scores, terms.softcap, terms.bias, k_slots).masked_fill(~mask, lowest)
     if terms.sinks is not None:
         sinks = terms.sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

@@ -16,7 +16,8 @@ from uniprefill_fx.errors import CompactCacheError
 def bind_slots(slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """`slots`, tied by data flow to the cache rows they index, so that a cut that compacts those compacts them too.
 
-    slots: (tokens,) int64; keys, values: (..., tokens, dim), what the layer stores. Returns a copy of `slots`.
+    slots: (batch, tokens) int64; keys, values: (batch, ..., tokens, dim), what the layer stores. Returns a copy of
+    `slots`.
     """
     return slots.clone()
 
@@ -30,23 +31,27 @@ def _(slots, keys, values):  # type: ignore[no-untyped-def]
 def logical_view(stored: Tensor, slots: Tensor, seen: int, expected: int) -> Tensor:
     """The rows of one layer laid out by original index: (batch, heads, rows, dim) -> (batch, heads, seen, dim).
 
-    `expected` is how many rows a cache without dropping would hold. Rows it does not hold lie outside the sliding
-    window, are masked by the model, and are left 0.
+    `slots` are (batch, rows), -1 for rows that are padding. `expected` is how many rows a cache without dropping would
+    hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0.
 
     Raises:
         CompactCacheError: the layer holds fewer rows than `expected`: tokens were dropped, the model's own mask would
             attend to the zeros in their place.
     """
-    if stored.shape[-2] != expected:
+    rows = stored.shape[-2]
+    if rows != expected or not bool((slots[:, -1] - slots[:, 0] == rows - 1).all()):  # ascending: no gap, no padding
+        held = int((slots > seen - 1 - expected).sum(1).min())
         raise CompactCacheError(
-            f"this KV cache holds {stored.shape[-2]} of {expected} tokens: uniprefill dropped the others, and the code "
+            f"this KV cache holds {held} of {expected} tokens: uniprefill dropped the others, and the code "
             "that reads it now does not know which. Run the model that is compiled with backend='uniprefill' on it "
             "(uniprefill_fx.disabled() keeps new prompts dense), or start again with an empty cache."
         )
-    if stored.shape[-2] == seen:
+    if rows == seen:
         return stored.clone()
     view = stored.new_zeros(*stored.shape[:-2], seen, stored.shape[-1])
-    return view.index_copy_(-2, slots, stored)
+    request = torch.arange(slots.shape[0], device=slots.device)[:, None]
+    view.transpose(1, 2)[request, slots] = stored.transpose(1, 2)
+    return view
 
 
 @logical_view.register_fake

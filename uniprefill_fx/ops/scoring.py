@@ -1,5 +1,7 @@
 """Block scores and token selection (UniPrefill, arXiv 2605.06221, Eq. 3 to 5), packed by `cu_seqlens`.
 
+`ops.selection` calls these for a batch; a device may have kernels for them (`lowering.cuda`).
+
 Blocks of request r start at `cu_seqlens[r] // block_size + r` of the score vector, so that the vector's length,
 `total // block_size + requests`, is known without reading `cu_seqlens`. Entries that no block uses are 0.
 """
@@ -38,6 +40,12 @@ def with_terms(scores: Tensor, softcap: float | None, bias: Tensor | None, slots
 def sums_dtype(score_dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax, sums and scores: 8 bits are for operands only."""
     return torch.float32 if score_dtype == torch.float8_e4m3fn else score_dtype
+
+
+def bias_of_request(bias: Tensor, heads: int, request: int) -> Tensor:
+    """The (1, heads, 1, slots) part of a bias (..., heads, 1, slots) that belongs to one request, or to all."""
+    by_request = bias.reshape(-1, heads, 1, bias.shape[-1])
+    return by_request[request : request + 1] if by_request.shape[0] > 1 else by_request
 
 
 def score_reference(
@@ -92,10 +100,10 @@ def score_reference(
     return scores
 
 
-score = torch.library.custom_op("uniprefill::score", score_reference, mutates_args=())
+packed_score = torch.library.custom_op("uniprefill::packed_score", score_reference, mutates_args=())
 
 
-@score.register_fake
+@packed_score.register_fake
 def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap=None, sinks=None, bias=None, slots=None):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=sums_dtype(score_dtype))
 
@@ -148,10 +156,10 @@ def select_reference(
     return keep.nonzero().squeeze(1), before[cu_seqlens.long()]
 
 
-select = torch.library.custom_op("uniprefill::select", select_reference, mutates_args=())
+packed_select = torch.library.custom_op("uniprefill::packed_select", select_reference, mutates_args=())
 
 
-@select.register_fake
+@packed_select.register_fake
 def _(block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio):  # type: ignore[no-untyped-def]
     kept = torch.library.get_ctx().new_dynamic_size()
     return block_scores.new_empty(kept, dtype=torch.int64), torch.empty_like(cu_seqlens)

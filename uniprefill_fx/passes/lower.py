@@ -3,7 +3,7 @@
 Decode steps and later chunks read cache layers that may be compact; the op attends to the rows that they hold, by
 their original indices. Dense prefill gains that no mask is formed. Before::
 
-    keys = uniprefill.logical_view(stored_k, slots, seen, expected)    # (1, kv_heads, seen, D)
+    keys = uniprefill.logical_view(stored_k, slots, seen, expected)    # (B, kv_heads, seen, D)
     attn = scaled_dot_product_attention(q, repeat(keys), repeat(values), attn_mask=mask)
 
 After::
@@ -76,9 +76,9 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
     if site.stored is not None:
         stored = site.stored
         k, v = _on_rows(graph, stored, (k, v))
-        one = meta(site.q).shape[2] == 1
+        batch, one = expression(meta(site.q).shape[0]), expression(meta(site.q).shape[2]) == 1
         if not (
-            one and site.mask.full and key_mask is None and bias is None
+            batch == 1 and one and site.mask.full and key_mask is None and bias is None
         ):  # one query sees all that is stored: no slots needed
             k_slots = stored.slots
             queries = 1 if one else graph.call_function(torch.ops.aten.sym_size.int, (site.q, 2))
@@ -88,6 +88,7 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
                 first = graph.call_function(operator.sub, (stored.seen, queries))
             device = meta(site.q).device
             q_slots = graph.call_function(torch.arange, (first, stored.seen), {"device": device})
+            q_slots = graph.call_method("unsqueeze", (q_slots, 0))
     q, k, v = autocast(graph, (site.q, k, v), meta(site.q).device)
     return graph.call_function(
         ops.attention.default,

@@ -15,6 +15,7 @@ from torch import fx
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_outputs, tail_of
+from uniprefill_fx.passes.requests import mixed_along
 from uniprefill_fx.passes.sites import Site, find_sites, token_count
 from uniprefill_fx.passes.stages import Crossing, crossings, stages
 from uniprefill_fx.passes.stream import entering, leaving, residual_adds
@@ -53,7 +54,9 @@ class Plan:
         stream_end: the last value of the residual stream. outputs: what each leaf of the output becomes.
         exposure: what the tail shows of dropped rows.
         past: whether keys of earlier tokens come in: a decode step or a later chunk.
-        unpadded: placeholders of padding masks: all their elements must be nonzero for the plan to hold.
+        padding: placeholder of the (batch, tokens) mask that every attention applies to its keys; None without one.
+        unpadded: placeholders of other padding masks: all their elements must be nonzero for the plan to hold.
+        batch: 1, or the symbol of the number of prompts. mixed: values of kept rows whose padding has to be cleared.
         segments: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
         triangles: placeholders of masks: their values must stay what they were for the plan to hold.
     """
@@ -70,9 +73,12 @@ class Plan:
     stream_end: fx.Node | None = None
     outputs: tuple[Output, ...] = ()
     exposure: Exposure = Exposure.NONE
+    padding: fx.Node | None = None
     unpadded: tuple[fx.Node, ...] = ()
     segments: tuple[fx.Node, ...] = ()
     triangles: tuple[fx.Node, ...] = ()
+    batch: sympy.Expr = sympy.S.One
+    mixed: frozenset[fx.Node] = frozenset()
     past: bool = False
 
     @property
@@ -113,9 +119,7 @@ def _plan(
     graph: fx.Graph, sites: tuple[Site, ...], num_layers: int, config: PrefillConfig, refusals: list[Refusal]
 ) -> Plan:
     tokens = token_count(list(sites))
-    batch = expression(meta(sites[0].q).shape[0])
-    if batch != 1:
-        raise refuse(Category.BATCH, f"a batch of {batch} prompts", "batches stay dense; run prompts one by one")
+    batch = _batch(sites, tokens)
     present = {layer for layer in map(decoder_layer, graph.nodes) if layer is not None}
     if len(present) == 1 and num_layers > 1:
         raise refuse(
@@ -123,7 +127,9 @@ def _plan(
             f"the graph holds decoder layer {min(present)} alone",
             "a model that is traced layer by layer (hooks?) stays dense: rebuilding in between destroys the output",
         )
-    unpadded = tuple(dict.fromkeys(_padding_input(s.mask.key_mask) for s in sites if s.mask and s.mask.key_mask))
+    key_masks = [s.mask.key_mask for s in sites if s.mask]
+    masks = tuple(dict.fromkeys(_padding_input(mask) for mask in key_masks if mask is not None))
+    padding = masks[0] if len(masks) == 1 and None not in key_masks else None
     chosen = choose_layers(sites, num_layers, config)
     ancestry = Ancestry(graph)
     adds = residual_adds(graph, tokens, ancestry)
@@ -145,7 +151,7 @@ def _plan(
     if exposure is Exposure.NONE:
         tail = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
     stage = stages(graph, sites, [d.site for d in drops], tokens, tail)
-    moves = crossings(graph, sites, stage, tokens)
+    moves = crossings(graph, sites, stage, tokens, batch)
     outputs = read_outputs(graph, sites, stage, tail, end, tokens)
     return Plan(
         sites,
@@ -160,9 +166,12 @@ def _plan(
         end,
         outputs,
         exposure,
-        unpadded,
+        padding,
+        () if padding is not None else masks,
         tuple(dict.fromkeys(s.mask.segments for s in sites if s.mask and s.mask.segments)),
         tuple(dict.fromkeys(t for s in sites if s.mask for t in sorted(s.mask.triangles))),
+        batch,
+        mixed_along(graph, sites, stage, tokens, batch),
     )
 
 
@@ -177,6 +186,18 @@ def _check_prompts(stream: fx.Node, site: Site, tokens: sympy.Symbol) -> None:
             "run prompts one by one",
             site.layer,
         )
+
+
+def _batch(sites: tuple[Site, ...], tokens: sympy.Symbol) -> sympy.Expr:
+    """1, or the symbol of the number of prompts: a number could be mistaken for another size of the model."""
+    batch = expression(meta(next(s for s in sites if s.fresh).q).shape[0])
+    if batch != 1 and (not isinstance(batch, sympy.Symbol) or batch == tokens):
+        raise refuse(
+            Category.BATCH,
+            f"a batch whose size was traced as {batch}",
+            "a size in the model, or the prompt length, equals the number of prompts: run such prompts one by one",
+        )
+    return batch
 
 
 def choose_layers(sites: Iterable[Site], num_layers: int, config: PrefillConfig) -> list[Site]:

@@ -31,23 +31,27 @@ def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     return size
 
 
+# The number of prompts is traced as one that no other size is likely to have: what fits it by chance is found out.
+BATCH_HINT = 1021
+
+
 @timed("propagate")
-def propagate(gm: fx.GraphModule) -> None:
-    """Set `meta["val"]` (and `example_value`) of every node of a rewritten graph.
+def propagate(gm: fx.GraphModule, batch: sympy.Expr) -> None:
+    """Set `meta["val"]` (and `example_value`) of every node of a rewritten graph. `batch`: 1, or a symbol.
 
     Raises:
         RefusalError: the graph holds for one prompt length, or one kept length, only.
     """
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    _Propagator(gm, mode, shape_env).run_all()
+    _Propagator(gm, mode, shape_env, batch).run_all()
 
 
 class _Propagator(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, shape_env: ShapeEnv) -> None:
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, shape_env: ShapeEnv, batch: sympy.Expr) -> None:
         super().__init__(gm)
         self.graph_module = gm
-        self.mode, self.shape_env = mode, shape_env
+        self.mode, self.shape_env, self.batch = mode, shape_env, batch
         self.sizes: dict[sympy.Symbol, torch.SymInt] = {}
 
     def run_all(self) -> None:
@@ -60,8 +64,8 @@ class _Propagator(fx.Interpreter):
             if not expression(size).free_symbols:
                 raise refuse(
                     Category.TOKEN_AXIS,
-                    f"the rewritten graph holds for one length of {symbol} only",
-                    "an operation in the model needs a fixed number of tokens",
+                    f"the rewritten graph holds for one size {symbol} only",
+                    "an operation in the model needs a fixed number of tokens, or of prompts",
                 )
 
     def _input(self, node: fx.Node) -> Any:
@@ -81,7 +85,8 @@ class _Propagator(fx.Interpreter):
             return int(found)
         for symbol in found.free_symbols:
             if symbol not in self.sizes:
-                self.sizes[symbol] = fresh_symbol(self.shape_env, str(symbol), _hint(size, symbol))
+                hint = BATCH_HINT if symbol == self.batch else _hint(size, symbol)
+                self.sizes[symbol] = fresh_symbol(self.shape_env, str(symbol), hint)
         if isinstance(found, sympy.Symbol):
             return self.sizes[found]
         return sympy.lambdify(list(self.sizes), found)(*self.sizes.values())
@@ -93,12 +98,12 @@ class _Propagator(fx.Interpreter):
 
     def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         """`select` with a backed kept length: half of the rows as a hint, so that it equals no other length."""
-        scores, cu_seqlens = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
+        scores, spans = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
         ordinal = n.meta["uniprefill_drop"]
         name = f"kept{ordinal}"
         kept = fresh_symbol(self.shape_env, name, 1031 - 2 * ordinal)
         self.sizes[sympy.Symbol(name)] = kept
-        return scores.new_empty(kept, dtype=torch.int64), torch.empty_like(cu_seqlens)
+        return scores.new_empty(spans.shape[0], kept, dtype=torch.int64), torch.empty_like(spans)
 
 
 def _hint(size: Any, symbol: sympy.Symbol) -> int:

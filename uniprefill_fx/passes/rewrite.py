@@ -8,11 +8,14 @@ Before, for one layer (N tokens)::
 After, when the layer drops (K rows stay)::
 
     attn = uniprefill.attention(q, k, v, ...)                      # (1, H, N, D), no mask
-    scores = uniprefill.score(q, k, cu_seqlens, ...)               # (blocks,)
-    rows, cu_seqlens_1 = uniprefill.select(scores, cu_seqlens, ...)  # (K,)
+    scores = uniprefill.score(q, k, spans, ...)                    # (blocks,)
+    rows, spans_1 = uniprefill.select(scores, spans, ...)          # (1, K)
     attn_1 = uniprefill.compact(attn, rows, 2)                     # (1, H, K, D)
     x_1 = uniprefill.compact(x, rows, 1)                           # (1, K, hidden)
     h = add(x_1, linear(attn_1.transpose(1, 2).reshape(1, K, -1), w))
+
+`spans` is a further input of the new graph, the first one: where the tokens of each prompt of a batch lie. Behind a
+drop a batch is a left-padded one, K columns for the request that keeps most; see `ops.selection`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.outputs import Treatment
 from uniprefill_fx.passes.plan import Plan
+from uniprefill_fx.passes.requests import request_dim
 from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.split import is_selected
 from uniprefill_fx.passes.stages import Move
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta, token_dims, written_nodes
 from uniprefill_fx.timing import timed
@@ -52,22 +57,27 @@ class _Rewriter:
         self.site_at = {site.node: site for site in plan.sites}
         self.interior = frozenset().union(*(site.interior for site in plan.sites if site.mask is not None))
         self.windowed = {s.k for s in plan.sites if s.mask is not None and not s.mask.full}
-        self.count: list[Any] = []  # by stage: number of rows, rows kept of the stage before, slots, cu_seqlens
+        self.count: list[Any] = []  # by stage: number of rows, rows kept of the stage before, slots, spans
         self.rows: list[Any] = [None]
         self.slots: list[Any] = []
-        self.cu_seqlens: list[Any] = []
-        self.lengths: Any = None
+        self.spans: list[Any] = []
+        self.several = plan.batch != 1
+
         self.index_slots: dict[int, Any] = {}
         self.biases: dict[tuple[fx.Node, float], fx.Node] = {}
 
     def run(self) -> fx.GraphModule:
         treatments = {o.node: o.treatment for o in self.plan.outputs}
+        self.spans.append(self._spans())
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 out = fx.node.map_arg(node.args[0], lambda n: self._output(n, treatments.get(n)))
                 self.graph.output(out)
             else:
-                self.value[node, self.plan.stage[node]] = self._emit(node)
+                stage = self.plan.stage[node]
+                self.value[node, stage] = self._emit(node)
+                if node in self.plan.mixed:
+                    self.value[node, stage] = self._cleared(node, stage)
                 if node is self.plan.count:
                     self._begin()
         new = fx.GraphModule(self.gm, self.graph)
@@ -84,9 +94,10 @@ class _Rewriter:
         if node in self.interior:
             return None
         if is_op(node, "bind_slots"):
-            if stage and node.args[1] in self.windowed and self.config.window == "index":
-                return self._index_slots(stage)
-            return self.at(node.args[0], stage)
+            if not stage:
+                return self.at(node.args[0], stage)
+            index = node.args[1] in self.windowed and self.config.window == "index"
+            return self._index_slots(stage) if index else self.slots[stage]
         return self._copy(node, stage)
 
     def _copy(self, node: fx.Node, stage: int) -> fx.Node:
@@ -121,29 +132,40 @@ class _Rewriter:
             return self._copy(node, stage)  # a torch.Size, built from sizes
         begins = self.drop_at.get(node)
         if begins is not None:
-            return self._compact(self.at(node, stage - 1), stage, 2)
+            return self._compact(self.at(node, stage - 1), stage, 2, 0 if self.several else None)
         crossing = self.plan.crossings.get(node)
         if crossing is None:
             return self.value[node, own]
         if crossing.move is Move.REPEAT:
             return self._copy(node, stage)
-        return self._compact(self.at(node, stage - 1), stage, crossing.dim)
+        return self._compact(self.at(node, stage - 1), stage, crossing.dim, crossing.batch_dim)
 
-    def _compact(self, value: fx.Node, stage: int, dim: int) -> fx.Node:
-        return self.graph.call_function(ops.compact.default, (value, self.rows[stage], dim))
+    def _compact(self, value: fx.Node, stage: int, dim: int, batch_dim: int | None, *fill: int) -> fx.Node:
+        batch = () if batch_dim is None else (batch_dim, *fill)
+        return self.graph.call_function(ops.compact.default, (value, self.rows[stage], dim, *batch))
+
+    def _cleared(self, node: fx.Node, stage: int) -> fx.Node:
+        (dim,) = token_dims(node, self.tokens)
+        batch_dim = request_dim(node, dim, self.plan.batch)
+        return self.graph.call_function(
+            ops.clear_pads.default, (self.value[node, stage], self.rows[stage], dim, batch_dim)
+        )
 
     # -- drops ------------------------------------------------------------------------------------------------------
 
+    def _spans(self) -> fx.Node:
+        q = meta(self.plan.drops[0].site.q)
+        spans = self.graph.placeholder("uniprefill_spans")
+        spans.meta["val"] = q.new_empty((q.shape[0], 2), dtype=torch.int64, device="cpu")
+        return spans
+
     def _begin(self) -> None:
-        """Stage 0: all tokens of one request."""
+        """Stage 0: all tokens of the prompts."""
         count = self.value[self.plan.count, 0]  # type: ignore[index]
         device = meta(self.plan.sites[0].q).device
-        end = self.graph.call_function(operator.add, (count, 1))
-        cu = self.graph.call_function(torch.arange, (0, end, count), {"dtype": torch.int32, "device": device})
-        self.lengths = self.graph.call_function(torch.diff, (cu,))
         self.count.append(count)
-        self.cu_seqlens.append(cu)
-        self.slots.append(self.graph.call_function(torch.arange, (count,), {"device": device}))
+        slots = self.graph.call_function(torch.arange, (count,), {"device": device})
+        self.slots.append(self.graph.call_method("unsqueeze", (slots, 0)))
 
     def _attention(self, site: Site, stage: int) -> fx.Node:
         assert site.mask is not None
@@ -157,7 +179,7 @@ class _Rewriter:
         terms = (site.softcap, self.at(site.sinks, 0), self._bias(site))
         out = self.graph.call_function(
             ops.attention.default,
-            (q, k, v, slots, slots, None, None, site.scale, site.mask.window, site.mask.chunk, *terms),
+            (q, k, v, slots, slots, self.spans[stage], None, site.scale, site.mask.window, site.mask.chunk, *terms),
             {"chunk_start": self.at(site.mask.chunk_start, 0)},
         )
         out.meta = {key: site.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in site.node.meta}
@@ -179,18 +201,18 @@ class _Rewriter:
         drop, config, stage = self.plan.drops[ordinal - 1], self.config, ordinal - 1
         if scale is None:
             scale = float(meta(drop.site.q).shape[-1]) ** -0.5
-        cu = self.cu_seqlens[stage]
+        spans = self.spans[stage]
         dtype = SCORE_DTYPES[config.score_dtype]
         slots = None if terms[2] is None else self.slots[stage]  # a bias is read by slot
         scores = self.graph.call_function(
-            ops.score.default, (q, k, cu, scale, config.last_n, config.block_size, dtype, *terms, slots)
+            ops.score.default, (q, k, spans, scale, config.last_n, config.block_size, dtype, *terms, slots)
         )
         chosen = self.graph.call_function(
             ops.select.default,
             (
                 scores,
-                cu,
-                self.lengths,
+                spans,
+                self.spans[0],
                 config.block_size,
                 config.last_n,
                 config.sink_tokens,
@@ -202,16 +224,21 @@ class _Rewriter:
             node.meta["uniprefill_drop"] = ordinal
         rows = self.graph.call_function(operator.getitem, (chosen, 0))
         self.rows.append(rows)
-        self.cu_seqlens.append(self.graph.call_function(operator.getitem, (chosen, 1)))
-        self.count.append(self.graph.call_function(torch.ops.aten.sym_size.int, (rows, 0)))
-        self.slots.append(self._compact(self.slots[stage], ordinal, 0))
+        self.spans.append(self.graph.call_function(operator.getitem, (chosen, 1)))
+        self.count.append(self.graph.call_function(torch.ops.aten.sym_size.int, (rows, 1)))
+        self.slots.append(self._compact(self.slots[stage], ordinal, 1, *((0, -1) if self.several else (None,))))
 
     def _index_slots(self, stage: int) -> fx.Node:
         """Slots as if the kept rows had been the last tokens of the prompt, without holes (`window="index"`)."""
         if stage not in self.index_slots:
             first = self.graph.call_function(operator.sub, (self.count[0], self.count[stage]))
             device = meta(self.plan.sites[0].q).device
-            self.index_slots[stage] = self.graph.call_function(torch.arange, (first, self.count[0]), {"device": device})
+            slots = self.graph.call_function(torch.arange, (first, self.count[0]), {"device": device})
+            slots = self.graph.call_method("unsqueeze", (slots, 0))
+            if self.several:
+                tokens = self.graph.call_function(operator.ge, (self.rows[stage], 0))
+                slots = self.graph.call_function(torch.where, (tokens, slots, -1))
+            self.index_slots[stage] = slots
         return self.index_slots[stage]
 
     # -- outputs ----------------------------------------------------------------------------------------------------
@@ -230,7 +257,8 @@ class _Rewriter:
         if (node, -1) not in self.value:
             for ordinal in range(stage, 0, -1):
                 frozen = self.at(self.plan.drops[ordinal - 1].residual, ordinal - 1)
-                value = self.graph.call_function(ops.restore.default, (frozen, value, self.rows[ordinal], dim))
+                where = (self.rows[ordinal], self.spans[ordinal], dim, request_dim(node, dim, self.plan.batch))
+                value = self.graph.call_function(ops.restore.default, (frozen, value, *where))
             self.value[node, -1] = value
         return self.value[node, -1]
 
@@ -246,4 +274,4 @@ def _keeps(node: fx.Node) -> bool:
     # Masks made by vmap enter and leave its levels by nodes that nobody reads.
     levels = getattr(node.target, "__module__", None) or ""
     kept = node.op in ("placeholder", "output") or levels.startswith("torch._functorch")
-    return kept or bool(written_nodes(node)) or node.is_impure()
+    return kept or is_selected(node) or bool(written_nodes(node)) or node.is_impure()

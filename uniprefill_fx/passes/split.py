@@ -17,7 +17,8 @@ class Piece:
 
     Attributes:
         gm: takes `inputs`, returns the tuple of `outputs`; placeholders have the meta of the nodes they stand for.
-        inputs, outputs: nodes of the whole graph. Outputs are what later pieces, or the graph's output, read.
+        inputs, outputs: nodes of the whole graph. Outputs are what later pieces, or the graph's output, read, and what
+            is selected.
         selection: whether the piece scores and selects (and is not to be compiled).
     """
 
@@ -54,14 +55,18 @@ def _balance(nodes: list[fx.Node]) -> int:
 
 
 def _selects(node: fx.Node) -> bool:
-    chosen = is_op(node, "score") or is_op(node, "select")
-    return chosen or any(is_op(parent, "select") for parent in node.all_input_nodes)
+    return is_op(node, "score") or is_op(node, "select") or is_selected(node)
+
+
+def is_selected(node: fx.Node) -> bool:
+    """Whether a node is one of the two results of a `select`."""
+    return any(is_op(parent, "select") for parent in node.all_input_nodes)
 
 
 def _piece(gm: fx.GraphModule, nodes: list[fx.Node], selection: bool) -> Piece:
     inside = set(nodes)
     inputs = tuple(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    outputs = tuple(node for node in nodes if is_selected(node) or any(user not in inside for user in node.users))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -14,6 +14,7 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.requests import request_dim
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.token_ops import check_rows
 from uniprefill_fx.passes.values import aliases, expression, meta, name_of, token_dims, written_nodes
@@ -38,10 +39,11 @@ class Move(StrEnum):
 
 @dataclass(frozen=True)
 class Crossing:
-    """A move, and the token axis for a gather."""
+    """A move; for a gather, the token axis and that of the requests (None: there is one request)."""
 
     move: Move
     dim: int = 0
+    batch_dim: int | None = None
 
 
 @timed("stages")
@@ -112,9 +114,9 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
 
 @timed("crossings")
 def crossings(
-    graph: fx.Graph, sites: Sequence[Site], found: dict[fx.Node, int], tokens: sympy.Symbol
+    graph: fx.Graph, sites: Sequence[Site], found: dict[fx.Node, int], tokens: sympy.Symbol, batch: sympy.Expr
 ) -> dict[fx.Node, Crossing]:
-    """How each tensor that a later stage reads gets there.
+    """How each tensor that a later stage reads gets there. `batch`: 1, or the symbol of the number of requests.
 
     Raises:
         RefusalError: it can be neither gathered nor made again.
@@ -144,7 +146,7 @@ def crossings(
             if name in FILLS or (name == "arange" and row_numbers(read, found)):
                 moves[read] = Crossing(Move.REPEAT)
             elif len(dims) == 1 and expression(sizes[dims[0]]) == tokens:
-                moves[read] = Crossing(Move.GATHER, dims[0])
+                moves[read] = Crossing(Move.GATHER, dims[0], request_dim(read, dims[0], batch))
             else:
                 raise refuse(
                     Category.TOKEN_AXIS,
