@@ -88,7 +88,7 @@ def _read(node: fx.Node) -> Site | None:
         if name_of(node) == "softmax":
             return _spelled(node, layer)
     except RefusalError as error:
-        refusal = Refusal(error.refusal.category, error.refusal.seen, error.refusal.hint, layer)
+        refusal = replace(error.refusal, layer=layer)
         return Site(node, node, node, node, None, None, None, layer, module_path(node), refusal)
     return None
 
