@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from eager_reference import DropSpec, EagerReference, select_rows
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-CHECKPOINTS = Path(
-    os.environ.get("UNIPREFILL_CHECKPOINTS") or Path(__file__).resolve().parents[2] / "shared" / "checkpoints"
-)
-DROP_LAYERS = {"needle-llama": (2, 5), "needle-gemma3": (2, 5), "needle-qwen3-next": (3, 7)}
 LENGTH, TOLERANCE = 777, 1e-4  # no multiple of a block, of a chunk of the recurrence, or of the window
 
 
 def spec_for(name: str, **options: Any) -> DropSpec:
     """Small blocks and a low p, so that two cuts fall within a short prompt."""
     defaults: dict[str, Any] = {"p": (0.8, 0.6), "block_size": 16, "last_n": 32, "sink_tokens": 24}
-    return DropSpec(DROP_LAYERS[name], **(defaults | options))
+    return DropSpec(checkpoints.TWO_LAYERS[name], **(defaults | options))
 
 
-@cache
 def load(name: str, attention: str = "sdpa") -> Any:
-    path = CHECKPOINTS / name
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    return checkpoints.stock(name) if attention == "sdpa" else checkpoints.fresh(name, attention)
 
 
-@cache
-def needle_ids(length: int = LENGTH, seed: int = 0) -> Tensor:
-    source = importlib.util.spec_from_file_location("needle_generator", CHECKPOINTS / "generator.py")
-    assert source is not None and source.loader is not None
-    generator = importlib.util.module_from_spec(source)
-    source.loader.exec_module(generator)
-    return generator.needle_batch(1, length, pairs=4, queries=2, seed=seed)[0]
+def prompt_ids() -> Tensor:
+    return checkpoints.needle_ids(LENGTH, seed=0)
 
 
-@pytest.fixture(params=sorted(DROP_LAYERS))
-def name(request: pytest.FixtureRequest) -> str:
-    if not (CHECKPOINTS / request.param / "config.json").is_file():
-        pytest.skip(f"no checkpoint {request.param} (set UNIPREFILL_CHECKPOINTS to their folder)")
-    return request.param
+@pytest.fixture
+def name(checkpoint: str) -> str:
+    return checkpoint
 
 
 @torch.inference_mode()
@@ -61,7 +44,7 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None
 
 
 def test_without_a_spec_prefill_and_steps_are_the_stock_model(name: str) -> None:
-    model, ids = load(name), needle_ids()
+    model, ids = load(name), prompt_ids()
     reference = EagerReference(model, None)
     result = reference.prefill(ids[:, :700])
     want = stock(model, ids[:, :700], use_cache=True, output_hidden_states=True)
@@ -78,7 +61,7 @@ def test_without_a_spec_prefill_and_steps_are_the_stock_model(name: str) -> None
 
 
 def test_without_a_spec_generate_is_the_stock_greedy_search(name: str) -> None:
-    model, ids = load(name), needle_ids()[:, :-5]
+    model, ids = load(name), prompt_ids()[:, :-5]
     tokens, logits = EagerReference(model, None).generate(ids, 8)
     want = model.generate(
         ids, max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
@@ -92,15 +75,15 @@ def test_without_a_spec_generate_is_the_stock_greedy_search(name: str) -> None:
 @pytest.mark.parametrize("window", ["position", "index"])
 def test_p_of_one_is_dense(name: str, window: str) -> None:
     dense, full = (EagerReference(load(name), s) for s in (None, spec_for(name, p=1.0, window=window)))
-    want, got = dense.prefill(needle_ids()), full.prefill(needle_ids())
+    want, got = dense.prefill(prompt_ids()), full.prefill(prompt_ids())
     assert torch.equal(got.logits, want.logits)
     assert [len(kept) for kept in got.kept.values()] == [LENGTH, LENGTH]
-    assert torch.equal(full.step(needle_ids()[:, -3:]), dense.step(needle_ids()[:, -3:]))
+    assert torch.equal(full.step(prompt_ids()[:, -3:]), dense.step(prompt_ids()[:, -3:]))
 
 
 @pytest.mark.parametrize("options", [{}, {"selection": "top_k", "keep_ratio": (0.5, 0.25)}], ids=["top_p", "top_k"])
 def test_a_spec_drops_rows_and_freezes_them(name: str, options: dict[str, Any]) -> None:
-    model, ids, spec = load(name), needle_ids(), spec_for(name, **options)
+    model, ids, spec = load(name), prompt_ids(), spec_for(name, **options)
     reference = EagerReference(model, spec)
     result, dense = reference.prefill(ids), EagerReference(model, None).prefill(ids)
     first, second = spec.drop_layers
@@ -172,7 +155,7 @@ def masked_stock(model: Any, prompt: int, total: int, kept: dict[int, Tensor], w
 
 @pytest.mark.parametrize("window", ["position", "index"])
 def test_dropping_is_the_stock_model_that_cannot_see_dropped_rows(name: str, window: str) -> None:
-    model, ids, prompt = load(name), needle_ids(), LENGTH - 70
+    model, ids, prompt = load(name), prompt_ids(), LENGTH - 70
     reference = EagerReference(model, spec_for(name, window=window))
     result = reference.prefill(ids[:, :prompt])
     got = [reference.step(chunk) for chunk in ids[:, prompt:].split([1, 1, 1, 5, LENGTH - prompt - 8], dim=1)]
@@ -184,7 +167,7 @@ def test_dropping_is_the_stock_model_that_cannot_see_dropped_rows(name: str, win
 
 
 def test_rows_are_chosen_by_the_attention_weights_of_the_stock_model(name: str) -> None:
-    model, ids, spec = load(name, "eager"), needle_ids(), spec_for(name)
+    model, ids, spec = load(name, "eager"), prompt_ids(), spec_for(name)
     result = EagerReference(model, spec).prefill(ids)
     first, second = spec.drop_layers
     assert isinstance(spec.p, tuple) and min(result.margins.values()) > 1e-5 and min(result.gaps.values()) > 1e-5
@@ -205,7 +188,7 @@ def test_rows_are_chosen_by_the_attention_weights_of_the_stock_model(name: str) 
 
 def test_windows_by_index_and_by_position_differ_only_with_sliding_layers(name: str) -> None:
     by_position, by_index = (
-        EagerReference(load(name), spec_for(name, window=window)).prefill(needle_ids()).last_logits
+        EagerReference(load(name), spec_for(name, window=window)).prefill(prompt_ids()).last_logits
         for window in ("position", "index")
     )
     assert torch.equal(by_position, by_index) == (name != "needle-gemma3")
@@ -214,7 +197,7 @@ def test_windows_by_index_and_by_position_differ_only_with_sliding_layers(name: 
 def test_prompts_within_the_forced_rows_keep_everything(name: str) -> None:
     spec = spec_for(name, p=0.05)
     for length in (1, 31, 32, 33, 55, 56, 57):
-        ids = needle_ids()[:, :length]
+        ids = prompt_ids()[:, :length]
         reference = EagerReference(load(name), spec)
         result = reference.prefill(ids)
         kept = [torch.arange(length)] * 2
@@ -226,8 +209,8 @@ def test_prompts_within_the_forced_rows_keep_everything(name: str) -> None:
 
 def test_prefill_starts_over(name: str) -> None:
     reference = EagerReference(load(name), spec_for(name))
-    tokens, first = reference.generate(needle_ids(), 3)
-    again, second = reference.generate(needle_ids(), 3)
+    tokens, first = reference.generate(prompt_ids(), 3)
+    again, second = reference.generate(prompt_ids(), 3)
     assert torch.equal(tokens, again) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
