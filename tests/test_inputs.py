@@ -89,6 +89,45 @@ def test_ties_go_to_the_earlier_blocks(score_dtype: str) -> None:
     assert_near(out.logits, EagerReference(model.stock, spec).prefill(ids).last_logits)
 
 
+def spoiled_batch(model: Compiled, prompts: int = 2) -> dict[str, Any]:
+    """Embeddings of two prompts; the first has a NaN among its last tokens."""
+    with torch.no_grad():
+        embeds = model.stock.model.embed_tokens(torch.cat([token_ids(300, seed) for seed in (0, 1)]))
+    embeds[0, 290, 0] = torch.nan
+    return {"input_ids": None, "inputs_embeds": embeds[:prompts]}
+
+
+@pytest.mark.parametrize("amount", [{"p": 0.7}, {"keep_ratio": 0.3}], ids=str)
+def test_scores_that_are_no_numbers_keep_everything_and_warn_once(amount: dict[str, float]) -> None:
+    model = compiled()
+    embedded = spoiled_batch(model, prompts=1)
+    with uniprefill_fx.override(**amount), pytest.warns(UserWarning, match="scores-not-finite") as warned:
+        for _ in range(2):
+            out, done = model.prefill(**embedded, logits_to_keep=1)
+            assert not done.dropped and done.tokens == 300 and len(done.kept[0]) == 300
+            assert done.reason is not None and (done.reason.category.value, done.reason.layer) == (
+                "scores-not-finite",
+                0,
+            )
+    assert len([w for w in warned if "scores-not-finite" in str(w.message)]) == 1
+    want = model.dense(**embedded, logits_to_keep=1).logits
+    torch.testing.assert_close(out.logits, want, atol=1e-4, rtol=0, equal_nan=True)
+    out, done = model.prefill(token_ids(300), logits_to_keep=1)  # and the next prompt is as ever
+    assert_dropped(done)
+
+
+@pytest.mark.filterwarnings("ignore:uniprefill")
+def test_scores_that_are_no_numbers_spoil_their_own_prompt_only() -> None:
+    model = compiled()
+    want = model.expected(token_ids(300, 1))
+    out, done = model.prefill(**spoiled_batch(model), logits_to_keep=1)
+    assert done.dropped and done.reason is not None and done.reason.category.value == "scores-not-finite"
+    assert done.cu_seqlens[0] == (0, 300, 300 + len(want.kept[0]))
+    assert torch.equal(done.kept[0][300:], want.kept[0])
+    assert_near(out.logits[1:], want.last_logits)
+    assert "scores-not-finite" in str(done)
+
+
 def test_a_prompt_without_tokens_is_the_models_own_error() -> None:
     """And the model answers as before afterwards."""
     model, empty = compiled(), torch.empty(1, 0, dtype=torch.int64)

@@ -139,9 +139,11 @@ def test_a_total_that_is_not_finite_keeps_its_whole_request(run: Run, value: flo
     lengths = torch.tensor([160, 160])
     scores = scores_for("even", [160, 160], 16)
     scores[3] = value
-    rows, bounds = run(select_blocks, scores, packed([160, 160]), lengths, 16, 0, 0, **options)
-    assert rows[:160].tolist() == list(range(160)) and bounds[1] == 160
-    assert bounds[2] - bounds[1] < 160
+    arguments = scores, packed([160, 160]), lengths, 16, 0, 0, *options.values()
+    for function in (select_blocks, select_blocks_reference, torch_op):
+        rows, bounds = run(select_blocks, *arguments) if function is select_blocks else function(*arguments)
+        assert rows[:160].tolist() == list(range(160)) and bounds[1] == 160
+        assert bounds[2] - bounds[1] < 160
 
 
 def test_a_million_tokens(run: Run) -> None:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from uniprefill_fx.config import OptionError, PrefillConfig
     from uniprefill_fx.errors import CompactCacheError, StrictError
     from uniprefill_fx.frontends.mixers import register_mixer
+    from uniprefill_fx.record import LastCall, last_call
     from uniprefill_fx.report import explain
-    from uniprefill_fx.runtime import LastCall, disabled, last_call
+    from uniprefill_fx.runtime import disabled
     from uniprefill_fx.selection import override
 
 _HOME = {
@@ -27,9 +28,9 @@ _HOME = {
     "explain": "report",
     "error_bound": "bound",
     "disabled": "runtime",
-    "last_call": "runtime",
+    "last_call": "record",
     "override": "selection",
-    "LastCall": "runtime",
+    "LastCall": "record",
     "register_mixer": "frontends.mixers",
     "PrefillConfig": "config",
     "OptionError": "config",

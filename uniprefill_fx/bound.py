@@ -30,7 +30,8 @@ from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.ops.scoring import with_terms
 from uniprefill_fx.passes.values import is_op
-from uniprefill_fx.runtime import Prefill, disabled, last_call
+from uniprefill_fx.record import last_call
+from uniprefill_fx.runtime import Prefill, disabled
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from uniprefill_fx.api import options_for
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.passes.plan import Plan
-from uniprefill_fx.runtime import LastCall, disabled, last_call
+from uniprefill_fx.record import LastCall, last_call
+from uniprefill_fx.runtime import disabled
 from uniprefill_fx.selection import override
 
 log = logging.getLogger(__name__)

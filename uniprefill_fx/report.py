@@ -17,7 +17,8 @@ from uniprefill_fx.errors import Refusal
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.plan import Plan
-from uniprefill_fx.runtime import LastCall, Prefill, last_call
+from uniprefill_fx.record import LastCall, last_call
+from uniprefill_fx.runtime import Prefill
 from uniprefill_fx.savings import Savings, estimate
 
 

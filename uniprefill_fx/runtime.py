@@ -1,15 +1,12 @@
-"""What runs when a compiled prefill is called: dense or dropped, chosen call by call, and the record of it."""
+"""What runs when a compiled prefill is called: dense or dropped, chosen call by call."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import itertools
-import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -22,62 +19,12 @@ from uniprefill_fx.passes.outputs import Exposure
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.split import Piece, is_selected
 from uniprefill_fx.passes.triangles import MARK, Unchanged
-from uniprefill_fx.passes.values import expression, meta, shape
+from uniprefill_fx.passes.values import expression, is_op, meta, shape
+from uniprefill_fx.record import LastCall, record
 from uniprefill_fx.selection import Changed, arguments, changes
 from uniprefill_fx.spans import spans_of, whole_spans
 
-log = logging.getLogger(__name__)
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
-_state = threading.local()
-
-
-@dataclass(frozen=True)
-class LastCall:
-    """What the last prefill on this thread did.
-
-    Attributes:
-        dropped: whether tokens were dropped. reason: why not, or None.
-        tokens: prompt length, of all requests of a batch together and without padding; None when the graph that ran
-            does not know it.
-        rows: by decoder layer, the rows that entered it (all its keys).
-        kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it; the columns of
-            the input, packed request by request.
-        cu_seqlens: by drop layer, where each request begins in `kept`, and where the last one ends.
-        changed: options that `override()` changed for this call.
-    """
-
-    dropped: bool
-    reason: Refusal | None
-    tokens: int | None
-    rows: tuple[int, ...] = ()
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    cu_seqlens: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    changed: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def work(self) -> float:
-        """The kept fraction, averaged over decoder layers."""
-        return sum(self.rows) / (len(self.rows) * self.tokens) if self.rows and self.tokens else 1.0
-
-    def __str__(self) -> str:
-        if not self.dropped:
-            return f"dense ({self.reason})" if self.reason else "dense"
-        lines = [f"dropped: {self.tokens} tokens, work {self.work:.2f}"]
-        for layer, bounds in self.cu_seqlens.items():
-            counts = [str(end - start) for start, end in itertools.pairwise(bounds)]
-            lines.append(f"  after layer {layer}: kept {', '.join(counts)}")
-        return "\n".join(lines)
-
-
-def last_call() -> LastCall | None:
-    """What the last prefill through this backend did on this thread; None before the first one."""
-    return getattr(_state, "last", None)
-
-
-def record(call: LastCall) -> None:
-    """Remember what a prefill did."""
-    _state.last = call
-    log.debug("%s", call)
 
 
 @contextlib.contextmanager
@@ -154,7 +101,7 @@ class Prefill:
         self.batch = _size_input(dense.gm.graph, plan.batch)
         self.released = _released(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
-        self.warned = False
+        self.warned = self.warned_of_scores = False
 
     def __call__(self, *args: Any) -> Any:
         try:
@@ -215,6 +162,7 @@ class Prefill:
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.spans: spans}
         kept: list[tuple[Tensor, Tensor]] = []
         changed = changes()
+        spoiled: Refusal | None = None
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]
             for node in released:
@@ -225,12 +173,33 @@ class Prefill:
             del operands
             values.update(zip(piece.outputs, results, strict=True))
             if piece.selection:
-                rows, kept_spans = (values[node] for node in _selected(piece))
+                scores, rows, kept_spans = (values[node] for node in _selected(piece))
+                if spoiled is None and _spoiled(scores, kept[-1][1] if kept else spans, kept_spans):
+                    spoiled = self._warn_of_scores(len(kept))
                 kept.append((rows, kept_spans))
-        self._record(spans, kept, changed)
+        self._record(spans, kept, changed, spoiled)
         return fx.node.map_arg(self.output, values.__getitem__)
 
-    def _record(self, spans: Tensor, kept: Sequence[tuple[Tensor, Tensor]], changed: dict[str, Any]) -> None:
+    def _warn_of_scores(self, ordinal: int) -> Refusal:
+        """The reason why a drop kept all rows of a prompt; the first time with a warning."""
+        reason = Refusal(
+            Category.SCORES,
+            "block scores that are not finite: NaN or infinity in its queries or keys",
+            "every token stayed there; look for an overflow (float16?) or broken weights",
+            self.plan.drops[ordinal].site.layer,
+        )
+        if not self.warned_of_scores:
+            self.warned_of_scores = True
+            warnings.warn(f"uniprefill: {reason}", stacklevel=4)
+        return reason
+
+    def _record(
+        self,
+        spans: Tensor,
+        kept: Sequence[tuple[Tensor, Tensor]],
+        changed: dict[str, Any],
+        spoiled: Refusal | None,
+    ) -> None:
         layers = [drop.site.layer for drop in self.plan.drops]
         tokens = int((spans[:, 1] - spans[:, 0]).sum())
         positions: dict[int, Tensor] = {}
@@ -248,13 +217,24 @@ class Prefill:
         for layer in range(self.plan.num_layers):
             before = [at for at in layers if at < layer]
             rows_of.append(len(positions[before[-1]]) if before else tokens)
-        record(LastCall(True, None, tokens, tuple(rows_of), positions, bounds, changed))
+        dropped = spoiled is None or len(positions[layers[-1]]) < tokens
+        record(LastCall(dropped, spoiled, tokens, tuple(rows_of), positions, bounds, changed))
 
 
-def _selected(piece: Piece) -> tuple[fx.Node, fx.Node]:
-    """The rows and the spans that a piece selects."""
+def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The scores of a piece, and the rows and the spans that it selects."""
+    (scores,) = (n for n in piece.outputs if is_op(n, "score"))
     parts = {n.args[1]: n for n in piece.outputs if is_selected(n)}
-    return parts[0], parts[1]
+    return scores, parts[0], parts[1]
+
+
+def _spoiled(scores: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether a request kept all of its rows because its scores are not finite.
+
+    before, after: (batch, 2) spans on the CPU. The device is waited for only where a request lost nothing.
+    """
+    whole = (before[:, 1] - before[:, 0]) == (after[:, 1] - after[:, 0])
+    return bool(whole.any()) and not bool(torch.isfinite(scores).all())
 
 
 def _size_input(graph: fx.Graph, size: sympy.Expr) -> Callable[[Sequence[Any]], int]:

@@ -19,7 +19,7 @@ from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.sites import Site
 from uniprefill_fx.passes.values import decoder_layer, expression, meta, name_of, shape
-from uniprefill_fx.runtime import LastCall
+from uniprefill_fx.record import LastCall
 
 PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
 

@@ -63,10 +63,15 @@ def is_selected(node: fx.Node) -> bool:
     return any(is_op(parent, "select") for parent in node.all_input_nodes)
 
 
+def _is_reported(node: fx.Node) -> bool:
+    """What the record of a call is made from, whoever else reads it."""
+    return is_selected(node) or is_op(node, "score")
+
+
 def _piece(gm: fx.GraphModule, nodes: list[fx.Node], selection: bool) -> Piece:
     inside = set(nodes)
     inputs = tuple(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-    outputs = tuple(node for node in nodes if is_selected(node) or any(user not in inside for user in node.users))
+    outputs = tuple(node for node in nodes if _is_reported(node) or any(user not in inside for user in node.users))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
