@@ -210,9 +210,7 @@ ARCHS = {
     "qwen3_next": Arch("Qwen3Next", QWEN3_NEXT, ODD),
     "qwen3_5": Arch("Qwen3_5", {**SIZED, **DELTA, **LINEAR_TURNS}, ODD, suffixes=TEXT),
     "kimi_linear": Arch("KimiLinear", KIMI, ODD),
-    "minimax": Arch(
-        "MiniMax", {**SIZED, **LINEAR_TURNS, **LOCAL_EXPERTS, "block_size": 64}, (), "operation-mixes-tokens"
-    ),
+    "minimax": Arch("MiniMax", {**SIZED, **LINEAR_TURNS, **LOCAL_EXPERTS, "block_size": 64}, ODD),
     "gpt_neox": Arch("GPTNeoX", MHA, EVERY),
     "gpt2": Arch("GPT2", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}, EVERY, suffixes=("Config", "LMHeadModel")),
     "bloom": Arch("Bloom", {**BLOOM, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False, p=0.95),

@@ -129,8 +129,6 @@ def test_architecture(name: str) -> None:
         assert_dropped_as(call, want, arch, length)
         assert_near(got, want.logits)
         assert_differs(got, subject.dense(length))
-    if name == "minimax":  # lightning attention is a method that loops over blocks: a graph for each number of them
-        pytest.xfail("compiles for each number of blocks until its mixer can be registered")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]
     if arch.dense is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -40,13 +40,14 @@ def run(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, LastCall]:
     return out, after
 
 
-def assert_dropped_as(call: LastCall, want: Expected) -> None:
+def assert_dropped_as(call: LastCall, want: Expected, drops: Sequence[int] = SPEC.drop_layers) -> None:
     """The kept sets are those that the reference chose, and rows were dropped."""
     assert all(min(s.margin, s.gap) > TIE for s in want.selections.values()), "a tie: choose another prompt"
     assert call.dropped and call.reason is None, str(call)
     assert call.kept.keys() == want.kept.keys() and list(call.rows) == want.rows
     assert all(torch.equal(call.kept[layer], kept) for layer, kept in want.kept.items())
-    assert call.tokens is not None and call.tokens > len(call.kept[0]) and call.tokens > len(call.kept[1])
+    assert tuple(call.kept) == tuple(drops)
+    assert call.tokens is not None and all(call.tokens > len(kept) for kept in call.kept.values())
 
 
 CASES = [

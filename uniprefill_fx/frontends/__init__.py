@@ -7,8 +7,11 @@ import sys
 
 def install() -> bool:
     """Install what is new since the last call, for the libraries that the process has imported. True if there was."""
+    from uniprefill_fx.frontends import known_mixers
+
+    new = known_mixers.install_known() > 0
     if "transformers" not in sys.modules:
-        return False
+        return new
     from uniprefill_fx.frontends import transformers
 
-    return transformers.install()
+    return transformers.install() or new

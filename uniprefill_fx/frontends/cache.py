@@ -178,9 +178,12 @@ class SlottedHybridLayer(SlottedLayer, LinearAttentionAndFullAttentionLayer):  #
         SlottedLayer.crop(self, tokens_to_remove)
 
 
+ADOPTED: set[type] = {DynamicCache}  # and those of its subclasses that keep keys and values as it does
+
+
 def adopt(cache: Any) -> None:
     """Give a still empty `DynamicCache` slotted layers; leave every other cache alone. Traced by Dynamo."""
-    if type(cache) is not DynamicCache or cache.offloading:
+    if type(cache) not in ADOPTED or cache.offloading:
         return
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = SlottedLayer

@@ -35,4 +35,5 @@ def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__module__ = function.__module__
+    copy.__dict__.update(function.__dict__)  # among them the mark of functions that are disabled for the compiler
     return copy

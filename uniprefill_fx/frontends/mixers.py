@@ -1,4 +1,4 @@
-"""Token mixers (linear attention, SSM scans) as single ops.
+"""Token mixers (linear attention, SSM scans) as single ops: `register_mixer`.
 
 A mixer spelled out in torch loops over chunks, so the traced graph would hold for one prompt length only, and the
 passes would have to understand every op inside. Registered, a call of it becomes one `uniprefill::mixer` node.
@@ -6,10 +6,12 @@ passes would have to understand every op inside. Registered, a call of it become
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,103 +19,168 @@ import torch
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
 from uniprefill_fx.ops.mixer import MIXERS, Mixer
 
-
-@torch._dynamo.assume_constant_result
-def _dumps(values: tuple[Any, ...], places: tuple[int, ...], names: tuple[str, ...]) -> str:
-    """The JSON of a call: positional values first, then one for each name; place >= 0 stands for that tensor."""
-    entries = [v if at < 0 else {"tensor": at} for v, at in zip(values, places, strict=True)]
-    positional = len(values) - len(names)
-    kwargs = dict(zip(names, entries[positional:], strict=True))
-    return json.dumps({"args": entries[:positional], "kwargs": kwargs})
+Layout = Callable[[dict[str, Any]], Any]
 
 
-def register_mixer(function: Callable[..., Any], shapes: Callable[[dict[str, Any]], Any]) -> None:
+def register_mixer(
+    function: Callable[..., Any], shapes: str | Sequence[str] | Layout, attributes: Sequence[str] = ()
+) -> None:
     """Make Dynamo put one `uniprefill::mixer` node where `function` is called, for this backend only.
 
+    The function mixes tokens causally along one token axis. Behind a drop it gets the kept rows alone, as neighbours.
+
     Args:
-        function: a module-level function of tensors and constants that mixes tokens causally along one token axis and
-            returns a tensor, or a tuple of tensors and None.
-        shapes: (arguments by name) -> [(shape, dtype) or None] of what it returns. Sizes may be symbolic: use
-            `tensor.shape`, never numbers read from it.
+        function: a function, or a method as `Class.method`, of tensors, numbers, strings, None, and tuples of those;
+            returns a tensor, or a tuple of tensors and None. It may be disabled for the compiler.
+        shapes: the name of the argument whose shape and dtype the result has, or one name for each result; or
+            (arguments by name) -> [(shape, dtype) or None] of the results. Sizes may be symbolic: use `tensor.shape`,
+            never numbers read from it.
+        attributes: of a method: the attributes of `self` that it reads, tensors or constants. It gets nothing else.
+
+    Raises:
+        TypeError: `function` is no Python function, `shapes` is none of the above.
+        ValueError: `shapes` or `attributes` name what is not there; another function of that name is registered.
     """
+    if not inspect.isfunction(function):
+        raise TypeError(f"register_mixer: expected a Python function or `Class.method`, got {function!r}")
     name = f"{function.__module__}.{function.__qualname__}"
     if name in MIXERS:
-        return
-    original = copy_function(function)
-    signature = tuple(inspect.signature(function).parameters)
-    MIXERS[name] = Mixer(original, lambda bound: [s for s in shapes(bound) if s is not None], signature)
+        if MIXERS[name].registered is function:
+            return
+        raise ValueError(f"register_mixer: another function is registered as {name}")
+    owner = _owner(function)
+    signature = tuple(inspect.signature(function).parameters)[0 if owner is None else 1 :]
+    if owner is None and attributes:
+        raise ValueError(f"register_mixer: attributes={tuple(attributes)} are for methods, and {name} is none")
+    layout = _layout(name, shapes, signature)
+    mixer = Mixer(
+        copy_function(function) if owner is None else _on_attributes(function, attributes),
+        lambda bound: [s for s in layout(bound) if s is not None],
+        (*attributes, *signature),
+        function,
+    )
+    original, names = mixer.function, mixer.signature  # Dynamo cannot look into a `Mixer`
+    if owner is None:
 
-    @torch.compiler.substitute_in_graph(function, skip_signature_check=True)
-    def substitute(*args: Any, **kwargs: Any) -> Any:
-        if not compiling_for_uniprefill():
-            return original(*args, **kwargs)
-        tensors: list[Any] = []
-        values: list[Any] = []
-        places: list[int] = []
-        for value in (*args, *kwargs.values()):
-            is_tensor = isinstance(value, torch.Tensor)
-            values.append(None if is_tensor else value)
-            places.append(len(tensors) if is_tensor else -1)
-            if is_tensor:
-                tensors.append(value)
-        structure = _dumps(tuple(values), tuple(places), tuple(kwargs.keys()))
-        outputs = torch.ops.uniprefill.mixer(name, tensors, structure)
-        bound = dict(zip(signature, args, strict=False))
-        bound.update(kwargs)
-        layout = shapes(bound)
-        result: list[Any] = []
-        taken = 0
-        for item in layout:
-            if item is None:
-                result.append(None)
-            else:
-                result.append(outputs[taken])
-                taken += 1
-        return result[0] if len(layout) == 1 else tuple(result)
+        @torch.compiler.substitute_in_graph(function, skip_signature_check=True)
+        def substitute(*args: Any, **kwargs: Any) -> Any:
+            if not compiling_for_uniprefill():
+                return original(*args, **kwargs)
+            return _call(name, names, layout, args, kwargs)
 
+    else:
 
-def gated_delta_rule(call: dict[str, Any]) -> list[Any]:
-    """(batch, tokens, heads, v_dim) in the query's dtype, and the fp32 state (batch, heads, k_dim, v_dim) if wanted."""
-    query, value = call["query"], call["value"]
-    state = (value.shape[0], value.shape[2], query.shape[-1], value.shape[-1])
-    wanted = call.get("output_final_state", False)
-    return [(tuple(value.shape), query.dtype), (state, torch.float32) if wanted else None]
+        def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+            values = (*(getattr(self, attribute) for attribute in attributes), *args)
+            return _call(name, names, layout, values, kwargs)
+
+        replace_method(owner, function.__name__, traced)
+    MIXERS[name] = mixer
 
 
-def mamba2_scan(call: dict[str, Any]) -> list[Any]:
-    """(batch, tokens, heads, head_dim) fp32, and the state (batch, heads, head_dim, state) fp32 if wanted."""
-    x, b = call["hidden_states"], call["B"]
-    state = (x.shape[0], x.shape[2], x.shape[3], b.shape[-1])
-    out = [(tuple(x.shape), torch.float32)]
-    return [*out, (state, torch.float32)] if call.get("return_final_states", False) else out
+def replace_method(owner: type, name: str, traced: Callable[..., Any]) -> None:
+    """Have Dynamo trace `traced` in place of a method, for this backend only. Eager code runs the method itself.
+
+    `substitute_in_graph` does this for functions; of methods it takes no notice.
+    """
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and compiling_for_uniprefill():
+            return traced(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, method)
 
 
-def mamba_scan(call: dict[str, Any]) -> list[Any]:
-    """(batch, channels, tokens) in the input's dtype, and the state (batch, channels, state) if wanted."""
-    x, a = call["hidden_states"], call["A"]
-    out = [(tuple(x.shape), x.dtype)]
-    state = (x.shape[0], x.shape[1], a.shape[-1])
-    return [*out, (state, torch.float32)] if call.get("return_last_state", False) else out
+def _owner(function: types.FunctionType) -> type | None:
+    """The class whose method a function is; None for a plain function.
+
+    Raises:
+        ValueError: it is written in a class, and not found there.
+    """
+    *path, name = function.__qualname__.split(".")
+    if not path or path[-1] == "<locals>":
+        return None
+    place: Any = sys.modules.get(function.__module__)
+    for part in path:
+        place = getattr(place, part, None)
+    if not isinstance(place, type) or vars(place).get(name) is not function:
+        raise ValueError(f"register_mixer: {function.__qualname__} is no method that {function.__module__} holds")
+    return place
 
 
-# function name -> shapes; every modeling file has its own copy of these functions.
-KNOWN: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
-    "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": gated_delta_rule,
-    "recurrent_kimi_delta_attention": gated_delta_rule,
-    "mamba2_chunk_scan": mamba2_scan,
-    "mamba_selective_scan": mamba_scan,
-}
+def _on_attributes(function: Callable[..., Any], attributes: Sequence[str]) -> Callable[..., Any]:
+    """A method as a function of the attributes it reads and of its arguments."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        read, rest = args[: len(attributes)], args[len(attributes) :]
+        return function(types.SimpleNamespace(**dict(zip(attributes, read, strict=True))), *rest, **kwargs)
+
+    return run
 
 
-def install_known() -> int:
-    """Register the known mixers of every modeling file that is imported by now; returns how many were new."""
-    before = len(MIXERS)
-    for path, module in list(sys.modules.items()):
-        if path.startswith("transformers.models.") and ".modeling_" in path:
-            for name, shapes in KNOWN.items():
-                function = vars(module).get(name)
-                if inspect.isfunction(function) and function.__module__ == path:
-                    register_mixer(function, shapes)
-    return len(MIXERS) - before
+def _layout(name: str, shapes: str | Sequence[str] | Layout, signature: Sequence[str]) -> Layout:
+    if callable(shapes):
+        return shapes
+    names = (shapes,) if isinstance(shapes, str) else tuple(shapes) if isinstance(shapes, list | tuple) else ()
+    if not names:
+        raise TypeError(f"register_mixer: shapes={shapes!r}; expected argument names, or a function of the arguments")
+    missing = [n for n in names if n not in signature]
+    if missing:
+        raise ValueError(f"register_mixer: {name} has no argument {missing[0]!r}, only {', '.join(signature)}")
+    return lambda call: [(tuple(call[n].shape), call[n].dtype) for n in names]
+
+
+def _call(name: str, signature: Sequence[str], layout: Layout, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What Dynamo traces for a call: tensors and numbers are operands of the op, the rest is text in its arguments."""
+    tensors: list[Any] = []
+    sizes: list[Any] = []
+    numbers: list[Any] = []
+    values: list[Any] = []
+    places: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        place = None
+        if isinstance(value, torch.Tensor):
+            place = ("tensor", len(tensors))
+            tensors.append(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            place = ("size", len(sizes))
+            sizes.append(value)
+        elif isinstance(value, float):
+            place = ("number", len(numbers))
+            numbers.append(value)
+        places.append(place)
+        values.append(value if place is None else None)
+    structure = _structure(name, tuple(values), tuple(places), tuple(kwargs.keys()))
+    outputs = torch.ops.uniprefill.mixer(name, tensors, sizes, numbers, structure)
+    bound = dict(zip(signature, args, strict=False))
+    bound.update(kwargs)
+    results: list[Any] = []
+    taken = 0
+    promised = layout(bound)
+    for item in promised:
+        results.append(None if item is None else outputs[taken])
+        taken += item is not None
+    return results[0] if len(promised) == 1 else tuple(results)
+
+
+@torch._dynamo.assume_constant_result
+def _structure(name: str, values: tuple[Any, ...], places: tuple[Any, ...], names: tuple[str, ...]) -> str:
+    """The JSON of a call, see `ops.mixer.unpack`."""
+    entries = [_encoded(name, v) if at is None else {at[0]: at[1]} for v, at in zip(values, places, strict=True)]
+    positional = len(values) - len(names)
+    return json.dumps(
+        {"args": entries[:positional], "kwargs": dict(zip(names, entries[positional:], strict=True))},
+    )
+
+
+def _encoded(name: str, value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [_encoded(name, v) for v in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"mixer {name}: an argument {value!r}, which is no tensor, number, string, dtype or None")

@@ -1,6 +1,6 @@
-"""transformers: caches that know their tokens, and mixers as single ops.
+"""transformers: caches that know their tokens.
 
-Both work by `torch.compiler.substitute_in_graph`: Dynamo traces the substitute, eager code never sees it, and the
+This works by `torch.compiler.substitute_in_graph`: Dynamo traces the substitute, eager code never sees it, and the
 substitute calls a copy of the original function unless the trace is for this backend.
 """
 
@@ -14,7 +14,6 @@ from transformers import masking_utils
 
 from uniprefill_fx.frontends.cache import adopt
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
-from uniprefill_fx.frontends.mixers import install_known
 
 # Every decoder asks one of these for its masks before it writes to its cache.
 MASK_FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
@@ -33,7 +32,7 @@ def install() -> bool:
     for name in new:
         _adopt_caches_in(getattr(masking_utils, name))
         _adopting.add(name)
-    return bool(install_known() or new)
+    return bool(new)
 
 
 def _adopt_caches_in(function: Any) -> None:

@@ -160,6 +160,8 @@ def _mask(bound: dict[str, Any]) -> MaskKind:
     queries, keys = q_shape[2], k_shape[2]
     if queries == keys == 1:
         return MaskKind(sympy.Integer(0))  # one token sees itself, whatever the mask says
+    if queries == 1 and bound["attn_mask"] is not None and expression(meta(bound["attn_mask"]).shape[-1]) == 1:
+        return MaskKind(keys - 1)  # one number for all keys: it would hide all of them or none
     if bound["attn_mask"] is not None:
         return classify([(bound["attn_mask"], False)], queries)
     if bound["is_causal"]:

@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.values import arguments, expression, meta, name_of, token_dims
+from uniprefill_fx.ops.mixer import bind
+from uniprefill_fx.passes.values import arguments, expression, is_op, meta, name_of, shape, token_dims
 
 # Operations whose integer arguments are sizes or bounds of a token axis, so that a length may be replaced by the
 # kept length. Anywhere else a length is a value, and replacing it would change what the model computes.
 SIZED = frozenset(
     "view reshape expand repeat repeat_interleave new_zeros new_ones new_empty new_full zeros ones empty full arange "
-    "split split_with_sizes narrow getitem unflatten resize_ setitem".split()
+    "split split_with_sizes narrow getitem unflatten resize_ setitem mixer".split()
 )
 # Operations that mix neighbouring tokens when they run along the token axis. Causal convolutions and mixers do too:
 # they are meant to see the kept rows as neighbours.
@@ -23,6 +24,7 @@ ALONG = frozenset(
     "cumsum cumprod logcumsumexp cummax cummin roll flip diff softmax log_softmax sum mean prod amax amin max min "
     "argmax argmin norm std var any all logsumexp median".split()
 )
+PRODUCTS = frozenset("matmul bmm mm".split())
 AFTER = {"roll": 2, "norm": 2, "diff": 2}  # the place of the dimension among an operation's arguments, if it is not 1
 
 
@@ -42,6 +44,14 @@ def check_rows(node: fx.Node, found: Mapping[fx.Node, int], tokens: sympy.Symbol
             Category.TOKEN_OP,
             f"`{name}` relates tokens to tokens, shape {tuple(meta(node).shape)}",
             "only recognised attention may; register it as a mixer, or drop tokens behind it",
+        )
+    if is_op(node, "mixer"):
+        _check_unpacked(node)
+    if name in PRODUCTS and _sums_over(node, count):
+        raise refuse(
+            Category.TOKEN_OP,
+            f"`{name}` sums over the token axis",
+            "with tokens dropped it would compute something else; register it as a mixer if it is meant to",
         )
     base = node.args[0] if node.args else None
     buffer = isinstance(base, fx.Node) and isinstance(meta(base), torch.Tensor) and not token_dims(base, tokens)
@@ -72,6 +82,23 @@ def check_rows(node: fx.Node, found: Mapping[fx.Node, int], tokens: sympy.Symbol
                 Category.TOKEN_OP,
                 f"`{name}` runs along the token axis",
                 "with tokens dropped it would compute something else; register it as a mixer if it is meant to",
+            )
+
+
+def _sums_over(product: fx.Node, count: sympy.Expr) -> bool:
+    """Whether a product of matrices sums over the tokens, as linear attention that is not causal does."""
+    left = shape(product.args[0]) if isinstance(product.args[0], fx.Node) else None
+    return bool(left) and left[-1] == count  # type: ignore[index]
+
+
+def _check_unpacked(mixer: fx.Node) -> None:
+    """Refuse a mixer that is told where requests lie in the stream: behind a drop they lie elsewhere."""
+    for argument, value in bind(*mixer.args).items():  # type: ignore[arg-type]
+        if argument.startswith("cu_seq") and isinstance(value, fx.Node):
+            raise refuse(
+                Category.TOKEN_OP,
+                f"a mixer over packed requests, `{argument}` of {mixer.args[0]}",
+                "such a call stays dense; run prompts one by one",
             )
 
 
