@@ -28,12 +28,11 @@ from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
 from uniprefill_fx.passes.products import write_products
 from uniprefill_fx.passes.propagate import propagate
-from uniprefill_fx.passes.ranks import find_ranks
 from uniprefill_fx.passes.rewrite import rewrite
 from uniprefill_fx.passes.sites import find_sites
 from uniprefill_fx.passes.split import split_at_selections
 from uniprefill_fx.passes.triangles import mark_triangles
-from uniprefill_fx.passes.values import copy_module, meta
+from uniprefill_fx.passes.values import copy_module, decoder_layer, meta
 from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
 from uniprefill_fx.timing import collect
 from uniprefill_fx.tracelog import note
@@ -138,12 +137,22 @@ def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | Non
         return Refusal(Category.GRADIENTS, "gradients are on", "call inside torch.inference_mode() or torch.no_grad()")
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
+        why = str(reason.reason).strip().splitlines()
+        stack = [
+            f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in getattr(reason, "user_stack", None) or ()
+        ]
         return Refusal(
             Category.GRAPH_BREAK,
-            f"Dynamo broke the graph: {reason.reason}",
-            "only a whole forward, or its last piece, may drop tokens; fullgraph=True shows where the break is",
+            f"Dynamo broke the graph at {stack[-1] if stack else 'an unknown place'}: {why[0] if why else 'no reason'}",
+            "only the last graph of a forward may drop tokens: take the break out, or behind the layers",
         )
-    return find_ranks(gm.graph)
+    if gating.resumed() and all(decoder_layer(node) is None for node in gm.graph.nodes):
+        return Refusal(
+            Category.GRAPH_BREAK,
+            "a piece behind a graph break, whose layers have no names",
+            "which layers these are cannot be told: take the break out, or make the layers an nn.ModuleList",
+        )
+    return None
 
 
 def _lower(gm: fx.GraphModule) -> fx.GraphModule:

@@ -13,7 +13,7 @@ from uniprefill_fx import html_report
 from uniprefill_fx.api import options_for
 from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
-from uniprefill_fx.errors import Refusal
+from uniprefill_fx.errors import Category, Refusal
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.plan import Plan
@@ -50,6 +50,19 @@ class Report:
     def refusals(self) -> tuple[Refusal, ...]:
         """Every reason to stay dense, over all graphs."""
         return tuple(r for c in self.compilations for r in c.plan.refusals)
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """What divides the model into several graphs, and which layers cannot drop for it; one entry a dense piece."""
+        found = []
+        for compilation in self.compilations:
+            plan = compilation.plan
+            reasons = [r for r in plan.refusals if r.category is Category.GRAPH_BREAK and r.layer is None]
+            if not plan.drops and plan.sites and reasons:
+                layers = sorted({site.layer for site in plan.sites})
+                named = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+                found.append(f"{named} cannot drop, as {reasons[-1].seen}")
+        return tuple(found)
 
     @property
     def before(self) -> fx.GraphModule:
@@ -92,6 +105,7 @@ class Report:
                 kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
                 decision = f"{name}={amount:g}{kept}"
             lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
+        lines += [f"graph break: {cost}" for cost in self.breaks]
         lines += [f"refused: {refusal}" for refusal in self.refusals]
         if call is not None and call.dropped:
             lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")

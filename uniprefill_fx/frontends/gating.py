@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 OURS = "_uniprefill_backend"  # attribute that marks our backend callables
@@ -25,6 +26,15 @@ def compiling_for_uniprefill() -> bool:
             return False
         compiler = inner
     return False
+
+
+def resumed() -> bool:
+    """Whether the frame that Dynamo compiles now continues one whose graph was broken. For backends to ask."""
+    try:
+        frame = InstructionTranslator.current_tx()
+    except AttributeError:  # called by someone other than Dynamo: there is no frame
+        return False
+    return frame.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
+from uniprefill_fx.passes.ending import check_ending, in_layers, layers_root
 from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_outputs, tail_of
 from uniprefill_fx.passes.requests import mixed_along
 from uniprefill_fx.passes.sites import Site, find_sites, token_count
@@ -104,7 +106,7 @@ def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None
     num_layers = max((layer for layer in layers if layer is not None), default=len(sites) - 1) + 1
     refusals = [site.refusal for site in sites if site.refusal is not None]
     try:
-        if blocked is not None:
+        if blocked is not None and (sites or blocked.category is not Category.GRAPH_BREAK):
             raise RefusalError(blocked)
         return _plan(graph, sites, num_layers, config, refusals)
     except RefusalError as error:
@@ -120,19 +122,21 @@ def _plan(
 ) -> Plan:
     tokens = token_count(list(sites))
     batch = _batch(sites, tokens)
-    present = {layer for layer in map(decoder_layer, graph.nodes) if layer is not None}
-    if len(present) == 1 and num_layers > 1:
-        raise refuse(
-            Category.GRAPH_BREAK,
-            f"the graph holds decoder layer {min(present)} alone",
-            "a model that is traced layer by layer (hooks?) stays dense: rebuilding in between destroys the output",
-        )
     key_masks = [s.mask.key_mask for s in sites if s.mask]
     masks = tuple(dict.fromkeys(_padding_input(mask) for mask in key_masks if mask is not None))
     padding = masks[0] if len(masks) == 1 and None not in key_masks else None
-    chosen = choose_layers(sites, num_layers, config)
     ancestry = Ancestry(graph)
     adds = residual_adds(graph, tokens, ancestry)
+    end = leaving(next(s for s in sites if s.fresh), adds, ancestry)
+    tail = tail_of(graph, end, ancestry)
+    exposure = exposure_of(graph, tail, end, tokens, config)
+    if exposure is Exposure.NONE:
+        tail = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
+    else:
+        check_ending(graph, [s.node for s in sites], end, tail, ancestry)
+    config, elsewhere = _in_this_graph(graph, sites, config)
+    refusals += elsewhere
+    chosen = choose_layers(sites, num_layers, config)
     drops = []
     for i, site in enumerate(chosen):
         try:
@@ -145,11 +149,6 @@ def _plan(
         drops.append(Drop(site, residual, p, ratio))
     if not drops:
         raise RefusalError(refusals[-1]) if refusals else _no_site(config)
-    end = leaving(drops[0].site, adds, ancestry)
-    tail = tail_of(graph, end, ancestry)
-    exposure = exposure_of(graph, tail, end, tokens, config)
-    if exposure is Exposure.NONE:
-        tail = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
     stage = stages(graph, sites, [d.site for d in drops], tokens, tail)
     moves = crossings(graph, sites, stage, tokens, batch)
     outputs = read_outputs(graph, sites, stage, tail, end, tokens)
@@ -173,6 +172,43 @@ def _plan(
         batch,
         mixed_along(graph, sites, stage, tokens, batch),
     )
+
+
+def _in_this_graph(
+    graph: fx.Graph, sites: tuple[Site, ...], config: PrefillConfig
+) -> tuple[PrefillConfig, list[Refusal]]:
+    """The options without drop layers that lie in an earlier graph of the same forward, and why they don't drop."""
+    root = layers_root([s.node for s in sites])
+    first = min((decoder_layer(n) or 0 for n in graph.nodes if in_layers(n, root)), default=0)
+    if first == 0:
+        return config, []
+    if isinstance(config.drop_layers, str):
+        if isinstance(config.p, tuple) or isinstance(config.keep_ratio, tuple):
+            raise refuse(
+                Category.GRAPH_BREAK,
+                f"values for the drop layers of a whole model, and a graph that begins with layer {first}",
+                "name the drop_layers: which of the values are for this graph cannot be told",
+            )
+        return config, []
+    here = [i for i, layer in enumerate(config.drop_layers) if layer >= first]
+    changes: dict[str, Any] = {"drop_layers": tuple(config.drop_layers[i] for i in here)}
+    for name in ("p", "keep_ratio"):
+        values = getattr(config, name)
+        if isinstance(values, tuple) and len(values) == len(config.drop_layers):
+            changes[name] = tuple(values[i] for i in here)
+    earlier = [
+        Refusal(
+            Category.GRAPH_BREAK,
+            f"this graph begins with layer {first}; Dynamo traced the layers before it apart",
+            "compile the whole model as one graph: only the last graph of a forward may drop",
+            layer,
+        )
+        for layer in config.drop_layers
+        if layer < first
+    ]
+    if not here:
+        raise RefusalError(earlier[-1])
+    return replace(config, **changes), earlier
 
 
 def _check_prompts(stream: fx.Node, site: Site, tokens: sympy.Symbol) -> None:
