@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "alibi, by row": {"dim": 128, "bias": True, "slots": False},
     "padding, batch": {"dim": 64, "padding": True, "batch": 3},
     "by row, chunk": {"dim": 128, "chunk": 512, "slots": False},
+    "prompts in a row": {"dim": 128, "segments": True, "batch": 2},
+    "chunks that begin later": {"dim": 128, "chunk": 400, "chunk_start": (300, 0), "batch": 2},
     "packed, causal": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "slots": False},
     "packed, window": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "window": 300},
     "packed, everything": {"dim": 96, "lengths": (700, 130, 670), **EVERYTHING},
@@ -72,6 +74,8 @@ def arguments(
     sinks: bool = False,
     bias: bool = False,
     padding: bool = False,
+    segments: bool = False,
+    chunk_start: tuple[int, ...] = (),
     dtype: torch.dtype = torch.bfloat16,
     keep: float = 0.65,
 ) -> Attention:
@@ -103,6 +107,8 @@ def arguments(
         "softcap": softcap,
         "sinks": torch.randn(heads[0], device=device).to(dtype) if sinks else None,
         "bias": -torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
+        "segments": (torch.rand(batch, places, device=device) < 0.003).cumsum(1) if segments else None,
+        "chunk_start": torch.tensor(chunk_start, device=device) if chunk_start else None,
     }
 
 

@@ -61,8 +61,7 @@ TINY_SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 TILES: dict[int, list[Tiles]] = {
     64: [Tiles(k, r, w, s) for k, r, w in ((64, 128, 8), (128, 128, 8), (32, 128, 8), (64, 64, 4)) for s in (2, 3)],
-    128: [Tiles(k, r, w, s) for k, r, w in ((128, 128, 8), (64, 128, 8), (64, 64, 4)) for s in (2, 3)]
-    + [Tiles(64, 128, 8, 2, registers=128)],
+    128: [Tiles(k, r, w, s) for k, r, w in ((128, 128, 8), (64, 128, 8), (64, 64, 4)) for s in (2, 3)],
     256: [Tiles(64, 128, 8, 1), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)]
     + [Tiles(32, r, w, s) for r, w in ((128, 8), (64, 4)) for s in (2, 3, 4)],
 }

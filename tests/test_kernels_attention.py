@@ -45,6 +45,8 @@ class Case:
     padding: bool = False
     sinks: bool = False
     bias: bool = False
+    segments: bool = False
+    chunk_start: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     token_first: bool = False
     """In memory (batch, tokens, heads, dim), with other columns behind each head: no two dimensions merge."""
@@ -76,6 +78,8 @@ class Case:
             "softcap": self.softcap,
             "sinks": torch.randn(heads, 1, 1).to(self.dtype) if self.sinks else None,
             "bias": torch.randn(1, heads, 1, places) if self.bias else None,
+            "segments": (torch.rand(self.batch, places) < 0.02).cumsum(1) if self.segments else None,
+            "chunk_start": torch.tensor(self.chunk_start) if self.chunk_start else None,
         }
 
     def _operand(self, heads: int, tokens: int, dim: int, spread: float) -> Tensor:
@@ -101,6 +105,10 @@ CASES = {
     "padding": Case((2, 1), (16, 16), 150, slots=200, batch=2, padding=True),
     "padding, window": Case((2, 1), (16, 16), 150, batch=2, padding=True, window=40),
     "different dims": Case((2, 1), (192, 128), 140, slots=150, dtype=torch.bfloat16),
+    "prompts in a row": Case((2, 1), (16, 16), 200, slots=300, batch=2, segments=True),
+    "prompts in a row, by row": Case((2, 1), (16, 16), 200, queries=140, segments=True, window=60),
+    "chunks that begin later": Case((2, 1), (16, 16), 200, slots=300, batch=2, chunk=48, chunk_start=(7, 100)),
+    "chunks that begin later, by row": Case((2, 1), (16, 16), 150, batch=2, chunk=33, chunk_start=(5, 70)),
     "packed, causal": Case((4, 2), (32, 32), lengths=(150, 0, 1, 129, 7)),
     "packed, window by slot": Case((2, 1), (16, 16), lengths=(150, 0, 1, 129, 7), slots=300, window=60),
     "packed, window by row": Case((2, 1), (16, 16), lengths=(33, 300), window=60),
@@ -140,7 +148,11 @@ def exact(**arguments: Any) -> Tensor:
         for j, b in enumerate(key_places):
             hidden = b > a or request[j] != request[tokens - queries + i]
             hidden = hidden or (arguments["window"] is not None and a - b >= arguments["window"])
-            hidden = hidden or (arguments["chunk"] is not None and a // arguments["chunk"] != b // arguments["chunk"])
+            if arguments["chunk"] is not None:
+                start = 0 if arguments["chunk_start"] is None else int(arguments["chunk_start"][n])
+                hidden = hidden or (a - start) // arguments["chunk"] != (b - start) // arguments["chunk"]
+            if arguments["segments"] is not None:
+                hidden = hidden or bool(arguments["segments"][n, a] != arguments["segments"][n, b])
             if not hidden and (mask is None or mask[n, b]):
                 seen.append(j)
         for head in range(heads if seen else 0):
@@ -229,6 +241,8 @@ ROUTES = {  # whether the kernel runs, rather than SDPA
     "one query": True,
     "one query, no window": False,
     "sinks": True,
+    "prompts in a row": True,
+    "chunks that begin later": True,
     "plain": False,
     "float64": False,
 }

@@ -36,31 +36,36 @@ def _first_at_least(slots, low, high, wanted, LANES: tl.constexpr):
 
 
 @triton.jit
-def _oldest(slot, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def _oldest(slot, window, chunk, chunk_start, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """The first slot that a query at `slot` sees."""
     oldest = slot * 0
     if WINDOW:
         oldest = tl.maximum(oldest, slot - window + 1)
     if CHUNK:
-        oldest = tl.maximum(oldest, slot // chunk * chunk)
+        # division rounds towards 0: what lies before the first chunk (padding) is counted from one chunk earlier
+        distance = tl.where(slot < chunk_start, slot - chunk_start - chunk + 1, slot - chunk_start)
+        oldest = tl.maximum(oldest, chunk_start + distance // chunk * chunk)
     return oldest
 
 
 @triton.jit(do_not_specialize=["requests", "queries", "keys", "window", "chunk"])
 def _attention_kernel(
-    q, k, v, out, q_slots, k_slots, cu_seqlens, key_mask, sinks, bias,
+    q, k, v, out, q_slots, k_slots, cu_seqlens, key_mask, sinks, bias, segments, key_segments, chunk_starts,
     requests, queries, keys, scale, softcap, window, chunk,
     q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
     v_batch_stride, v_head_stride, v_row_stride, out_batch_stride, out_row_stride,
-    mask_batch_stride, bias_batch_stride, bias_head_stride,
+    mask_batch_stride, bias_batch_stride, bias_head_stride, segments_batch_stride, key_segments_batch_stride,
+    chunk_starts_batch_stride,
     GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     PACKED: tl.constexpr, SLOTS: tl.constexpr, SAME_ROWS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    KEY_MASK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr,
+    KEY_MASK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr, SEGMENTS: tl.constexpr,
+    CHUNK_STARTS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[batch, row, head] for a tile of ROWS queries of one request; KEYS keys at a time.
 
-    With SLOTS, `key_mask` and `bias` hold a column for each key; otherwise one for each place in a request.
+    With SLOTS, `key_mask`, `bias` and `key_segments` hold a column for each key; otherwise one for each place in a
+    request. `segments` has one for each slot either way.
     """
     # late queries see the most keys: those tiles go first, so that none of them is the last to end
     tile, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -86,10 +91,13 @@ def _attention_kernel(
     else:
         shift = (k_end - k_start) - q_end  # queries are the last of the keys
         slot, first_slot, last_slot = place + shift, first + shift, last + shift
-    oldest = _oldest(slot, window, chunk, WINDOW, CHUNK)
+    chunk_start = 0
+    if CHUNK_STARTS:
+        chunk_start = tl.load(chunk_starts + batch * chunk_starts_batch_stride).to(tl.int32)
+    oldest = _oldest(slot, window, chunk, chunk_start, WINDOW, CHUNK)
     # keys [low, high) are seen by some query of the tile, keys [inner_low, inner_high) by all of them
-    low_slot = _oldest(first_slot, window, chunk, WINDOW, CHUNK)
-    inner_slot = _oldest(last_slot, window, chunk, WINDOW, CHUNK)
+    low_slot = _oldest(first_slot, window, chunk, chunk_start, WINDOW, CHUNK)
+    inner_slot = _oldest(last_slot, window, chunk, chunk_start, WINDOW, CHUNK)
     if SLOTS:
         if SAME_ROWS:  # a key is never further away in rows than in slots
             high, inner_high = last + 1, first + 1
@@ -101,7 +109,7 @@ def _attention_kernel(
             inner_high = _first_at_least(k_slots, k_start, high, first_slot + 1, 128)
             nearest = k_start
         low, inner_low = nearest, nearest
-        if WINDOW or CHUNK:
+        if WINDOW or CHUNK or PADDED:
             low = _first_at_least(k_slots, nearest, high, low_slot, 128)
             inner_low = _first_at_least(k_slots, low, high, inner_slot, 128)
     else:
@@ -114,6 +122,8 @@ def _attention_kernel(
     q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
     k_head = k + batch * k_batch_stride + kv_head * k_head_stride
     v_head = v + batch * v_batch_stride + kv_head * v_head_stride
+    if SEGMENTS:
+        segment = tl.load(segments + batch * segments_batch_stride + tl.maximum(slot, 0))
     bias_row = bias + batch * bias_batch_stride + head.to(tl.int64) * bias_head_stride
 
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -139,7 +149,7 @@ def _attention_kernel(
         if BIAS:
             added = tl.load(bias_row + column, mask=exists, other=0.0)
             product += added.to(tl.float32)[None, :] * (LOG2E / unit)
-        if (at < inner_low) | (at + KEYS > inner_high) | KEY_MASK:
+        if (at < inner_low) | (at + KEYS > inner_high) | KEY_MASK | SEGMENTS:
             key_slot = key - k_start
             if SLOTS:
                 key_slot = tl.load(k_slots + key, mask=exists, other=2147483647).to(tl.int32)
@@ -147,6 +157,9 @@ def _attention_kernel(
             if KEY_MASK:
                 valid = tl.load(key_mask + batch * mask_batch_stride + column, mask=exists, other=0)
                 visible = visible & (valid != 0)[None, :]
+            if SEGMENTS:
+                theirs = tl.load(key_segments + batch * key_segments_batch_stride + column, mask=exists, other=0)
+                visible = visible & (theirs[None, :] == segment[:, None])
             product = tl.where(visible, product, float("-inf"))
         # the unit is positive, so the largest product belongs to the largest logit
         above = tl.maximum(highest, tl.max(product, 1) * unit)
@@ -178,18 +191,23 @@ def slot_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    chunk_start: Tensor | None = None,
+    padded: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Causal attention in which a row's place is its slot, not its index in the tensor.
 
-    Query slot a sees key slot b when b <= a, and a - b < window, and a // chunk == b // chunk, and key_mask[b], and
-    both belong to the same request. A query that sees nothing gives 0.
+    Query slot a sees key slot b when b <= a, and a - b < window, and both lie in one chunk (counted from chunk_start),
+    and key_mask[b], and segments[a] == segments[b], and both belong to the same request. A query that sees nothing
+    gives 0.
 
     Args:
         q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim):
             one dtype of float32, float16 and bfloat16, any strides but 1 in the last dimension; dims up to 256.
-        q_slots, k_slots: (queries,), (keys,) int64, strictly ascending within a request. Unless both are there, the
-            keys of a request are 0, 1, ..., and its queries are the last of them.
+        q_slots, k_slots: (queries,), (keys,) int64, strictly ascending within a request, except for leading keys of
+            slot -1, which are padding (`padded`). Unless both are there, the keys of a request are 0, 1, ..., and its
+            queries are the last of them.
         cu_seqlens: (requests + 1,) int32 when requests are packed along the token axis (batch is 1 and queries are
             keys); None: each batch row is one request. Not read by the host.
         key_mask: (batch or 1, slots) bool, False where a token is padding.
@@ -197,6 +215,9 @@ def slot_attention(
         softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
         sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
         bias: (batch or 1, heads, 1, slots) or (heads, 1, slots), added to the logits by head and key slot.
+        segments: (batch or 1, slots) integers, equal for the tokens of one prompt where several are packed in a row.
+        chunk_start: (batch or 1,) int64, the slot at which the chunks of a row begin; None: 0.
+        padded: whether some slots may be -1.
         tiles: for measurements; `attention_tiles` otherwise.
 
     Returns:
@@ -211,12 +232,15 @@ def slot_attention(
     (batch, heads, queries, head_dim), (kv_heads, keys, v_dim) = q.shape, v.shape[1:]
     requests = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tiles = tiles or attention_tiles(head_dim, v_dim, q.element_size(), queries, shared_memory(q.device))
-    by_slot, same_rows = False, False
+    segments = None if segments is None else segments.int()
+    by_slot, same_rows, key_segments = False, False, segments
     by_head = None if bias is None else bias.reshape(-1, heads, bias.shape[-1])
     if q_slots is not None and k_slots is not None:
         by_slot, same_rows = True, queries == keys and q_slots.data_ptr() == k_slots.data_ptr()
-        key_mask = None if key_mask is None else key_mask.index_select(1, k_slots)
-        by_head = None if by_head is None else by_head.index_select(2, k_slots)
+        column = k_slots.clamp(min=0) if padded else k_slots
+        key_mask = None if key_mask is None else key_mask.index_select(1, column)
+        by_head = None if by_head is None else by_head.index_select(2, column)
+        key_segments = None if segments is None else segments.index_select(1, column)
 
     def pointer(x: Tensor | None) -> Tensor:
         return q if x is None else x.contiguous()  # q in the place of what is not read
@@ -226,15 +250,17 @@ def slot_attention(
     with on_device(q.device):
         _attention_kernel[grid](
             q, k, v, out, pointer(q_slots), pointer(k_slots), pointer(cu_seqlens), pointer(key_mask), pointer(sinks),
-            pointer(by_head),
+            pointer(by_head), pointer(segments), pointer(key_segments), pointer(chunk_start),
             requests, queries, keys, scale, softcap or 1.0, window or 0, chunk or 0,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
             _batch_stride(key_mask), _batch_stride(by_head), 0 if by_head is None else by_head.shape[2],
+            _batch_stride(segments), _batch_stride(key_segments), _batch_stride(chunk_start),
             GROUPS=heads // kv_heads, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
             V_DIM=v_dim, V_PAD=max(16, triton.next_power_of_2(v_dim)),
             PACKED=cu_seqlens is not None, SLOTS=by_slot, SAME_ROWS=same_rows,
             WINDOW=window is not None, CHUNK=chunk is not None, KEY_MASK=key_mask is not None,
             SOFTCAP=softcap is not None, SINKS=sinks is not None, BIAS=bias is not None,
+            SEGMENTS=segments is not None, CHUNK_STARTS=chunk_start is not None, PADDED=padded,
             ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps, maxnreg=tiles.registers,
         )  # fmt: skip
     return out.to(dtype).transpose(1, 2)

@@ -22,6 +22,9 @@ def slot_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    chunk_start: Tensor | None = None,
+    padded: bool = False,
 ) -> Tensor:
     """As `slot_attention`, with float32 operands, weights and sums (float64 if the inputs are)."""
     batch, heads, queries, head_dim = q.shape
@@ -38,13 +41,16 @@ def slot_attention_reference(
         else:
             place = torch.arange(k_end - k_start, device=q.device)
             a, b = place[len(place) - (q_end - q_start) :, None], place[None]
-        seen = b <= a
+        seen = (b <= a) & (b >= 0) if padded else b <= a
         if window is not None:
             seen &= a - b < window
-        if chunk is not None:
-            seen &= a // chunk == b // chunk
         for row, head in itertools.product(range(batch), range(heads)):
             visible = seen if key_mask is None else seen & key_mask.expand(batch, -1)[row, b]
+            if chunk is not None:
+                start = 0 if chunk_start is None else chunk_start.expand(batch)[row]
+                visible = visible & ((a - start) // chunk == (b - start) // chunk)
+            if segments is not None:
+                visible = visible & (segments.expand(batch, -1)[row, a] == segments.expand(batch, -1)[row, b])
             keys, values = (x[row, head // groups, k_start:k_end].to(exact) for x in (k, v))
             logits = (q[row, head, q_start:q_end].to(exact) @ keys.T) * scale
             if softcap is not None:

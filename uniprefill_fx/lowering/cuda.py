@@ -82,14 +82,12 @@ def _attend(
 ) -> Tensor:
     terms = attention.Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     queries, near = q.shape[2], window is not None or chunk is not None
-    # packed prompts run dense, chunks rarely begin behind padding, and a later turn of a batch is short
-    rare = segments is not None or chunk_start is not None or padded
     # SDPA has the faster kernels where it needs no mask. A single query that sees all keys has too little work for
     # ours, which gives each head to one multiprocessor.
-    fast = (terms.plain and not terms.masked and queries == k.shape[2]) or (queries == 1 and not near)
-    if rare or fast or not _covered(q, k, v, scale):
+    fast = terms.plain and not terms.masked and not padded and queries == k.shape[2]
+    if fast or (queries == 1 and not near) or not _covered(q, k, v, scale):
         return attention.attend_reference(q, k, v, q_slots, k_slots, *terms, padded=padded)
-    return slot_attention(q, k, v, q_slots, k_slots, None, key_mask, scale, window, chunk, softcap, sinks, bias)
+    return slot_attention(q, k, v, q_slots, k_slots, None, *terms, padded=padded)
 
 
 def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
