@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from uniprefill_fx.ops.attention import attention_reference
+from uniprefill_fx.ops.attention import attend_reference
 
 Run = Callable[[], Tensor]
 FLEX_BLOCK = 128
@@ -46,8 +47,18 @@ def visible_range(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def present(given: dict[str, Any]) -> Run:
-    """The op's plain torch body: SDPA by 256 query rows, a wait for the host before."""
-    return lambda: attention_reference(**given)
+    """The op's plain torch body: SDPA, where there is a mask by 256 query rows and after a wait; request by request."""
+    terms = {name: value for name, value in given.items() if name != "cu_seqlens"}
+    if given["cu_seqlens"] is None:
+        return lambda: attend_reference(**terms)
+    bounds = list(itertools.pairwise(given["cu_seqlens"].tolist()))
+
+    def part(start: int, end: int) -> Tensor:
+        own = {name: terms[name][:, :, start:end] for name in "qkv"}
+        own |= {name: None if terms[name] is None else terms[name][start:end] for name in ("q_slots", "k_slots")}
+        return attend_reference(**(terms | own))
+
+    return lambda: torch.cat([part(start, end) for start, end in bounds if start < end], dim=2)
 
 
 def explicit_mask(given: dict[str, Any]) -> Run | None:

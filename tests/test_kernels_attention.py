@@ -47,6 +47,8 @@ class Case:
     bias: bool = False
     segments: bool = False
     chunk_start: tuple[int, ...] = ()
+    pads: int = 0
+    """The first keys, which are padding (slot -1)."""
     dtype: torch.dtype = torch.float32
     token_first: bool = False
     """In memory (batch, tokens, heads, dim), with other columns behind each head: no two dimensions merge."""
@@ -54,11 +56,13 @@ class Case:
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         torch.manual_seed(seed)
         (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
-        tokens = sum(self.lengths) or self.keys
+        tokens = (sum(self.lengths) or self.keys) + self.pads
         queries = self.queries or tokens
-        parts = self.lengths or (tokens,)
+        parts = self.lengths or (self.keys,)
         places = max(parts) if not self.slots else self.slots
         slots = torch.cat([torch.randperm(places)[:n].sort().values for n in parts]) if self.slots else None
+        if slots is not None and self.pads:
+            slots = torch.cat([torch.full((self.pads,), -1), slots])
         mask = None
         if self.padding:
             mask = torch.rand(self.batch, places) > 0.3
@@ -80,6 +84,7 @@ class Case:
             "bias": torch.randn(1, heads, 1, places) if self.bias else None,
             "segments": (torch.rand(self.batch, places) < 0.02).cumsum(1) if self.segments else None,
             "chunk_start": torch.tensor(self.chunk_start) if self.chunk_start else None,
+            "padded": self.pads > 0,
         }
 
     def _operand(self, heads: int, tokens: int, dim: int, spread: float) -> Tensor:
@@ -118,6 +123,10 @@ CASES = {
         sinks=True, bias=True, token_first=True,
     ),
     "packed, terms by row": Case((2, 1), (16, 16), lengths=(60, 9, 100), padding=True, bias=True),
+    "padded keys": Case((2, 1), (16, 16), 260, queries=150, slots=400, pads=40),
+    "padded keys, terms": Case(
+        (2, 1), (16, 16), 160, queries=60, slots=400, pads=40, window=300, padding=True, bias=True, segments=True
+    ),
     "one query": Case((4, 2), (64, 64), 500, queries=1, slots=900, window=100),
     "drafted tokens": Case((4, 2), (64, 64), 500, queries=5, slots=900, sinks=True),
     "second chunk": Case((2, 1), (16, 16), 400, queries=150, slots=900),
@@ -146,7 +155,7 @@ def exact(**arguments: Any) -> Tensor:
     for n, i in itertools.product(range(batch), range(queries)):
         a, seen = query_places[i], []
         for j, b in enumerate(key_places):
-            hidden = b > a or request[j] != request[tokens - queries + i]
+            hidden = b < 0 or b > a or request[j] != request[tokens - queries + i]
             hidden = hidden or (arguments["window"] is not None and a - b >= arguments["window"])
             if arguments["chunk"] is not None:
                 start = 0 if arguments["chunk_start"] is None else int(arguments["chunk_start"][n])
@@ -226,9 +235,9 @@ def as_on_cuda(**arguments: Any) -> tuple[Tensor, bool]:
 
     ran: list[str] = []
 
-    def counted(*args: Any) -> Tensor:
+    def counted(*args: Any, **options: Any) -> Tensor:
         ran.append("kernel")
-        return slot_attention(*args)
+        return slot_attention(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "slot_attention", counted)
@@ -236,6 +245,8 @@ def as_on_cuda(**arguments: Any) -> tuple[Tensor, bool]:
 
 
 ROUTES = {  # whether the kernel runs, rather than SDPA
+    "window by slot": True,
+    "padded keys": True,
     "second chunk": True,
     "drafted tokens": True,
     "one query": True,
