@@ -103,12 +103,15 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
     """{question: {way: function}}; within a question all ways give the same numbers."""
     kept_x, kept_attn = gather(x, attn, rows)
     tokens = x.shape[1]
+    spans = torch.tensor([[0, len(rows)]])
 
     def copied(select: Any) -> Callable[[], Any]:
         return lambda: (select(x, rows, 1), by_rows(select(attn, rows, 2)))
 
-    both = compiled(lambda x, attn, rows: (ops.compact(x, rows, 1), by_rows(ops.compact(attn, rows, 2))))
-    visible = compiled(lambda x, attn, rows, w: after(ops.compact(x, rows, 1), by_rows(ops.compact(attn, rows, 2)), w))
+    both = compiled(lambda x, attn, rows: (ops.compact(x, rows[None], 1), by_rows(ops.compact(attn, rows[None], 2))))
+    visible = compiled(
+        lambda x, attn, rows, w: after(ops.compact(x, rows[None], 1), by_rows(ops.compact(attn, rows[None], 2)), w)
+    )
     hidden = compiled(lambda x, attn, rows, w: after(opaque(x, rows, 1), by_rows(opaque(attn, rows, 2)), w))
     rest = compiled(after)
 
@@ -128,7 +131,7 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
 
         return both
 
-    restored = compiled(with_norm(lambda frozen, kept, rows: ops.restore(frozen, kept, rows, 1)))
+    restored = compiled(with_norm(lambda frozen, kept, rows: ops.restore(frozen, kept, rows[None], spans, 1)))
     chosen, normed = compiled(with_norm(by_where)), compiled(with_norm(lambda out: out))
     return {
         "copy": {
@@ -144,7 +147,7 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
             "triton, then inductor": lambda: rest(*gather(x, attn, rows), weight),
         },
         "restore": {
-            "index_copy, then norm": lambda: normed(ops.restore(x, kept_x, rows, 1)),
+            "index_copy, then norm": lambda: normed(ops.restore(x, kept_x, rows[None], spans, 1)),
             "visible to inductor": lambda: restored(x, kept_x, rows),
             "where, inductor": lambda: chosen(x, kept_x, rows),
             "triton, then norm": lambda: normed(by_kernel()),
