@@ -27,10 +27,12 @@ class Chooser:
 
     Attributes:
         kind: "own" (the backend's selection), "fp8" (its scores from e4m3 products), or one of `RIVALS`.
-        keep: by drop, counted from 0, the rows that a rival keeps. generator: of the random rival.
+        p: for "fp8", as `override()` would not come here. keep: by drop, counted from 0, the rows that a rival keeps.
+        generator: of the random rival.
     """
 
     kind: str = "own"
+    p: float | None = None
     keep: list[int] = field(default_factory=list)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
@@ -64,6 +66,8 @@ class _Selection(fx.Interpreter):
                 return _fp8_scores(**named)
         if name == "uniprefill::select" and self.chooser.kind in RIVALS:
             return self._rival(named)
+        if name == "uniprefill::select" and self.chooser.p is not None:
+            return super().call_function(target, (), named | {"p": self.chooser.p, "keep_ratio": None})
         return super().call_function(target, args, kwargs)
 
     def _rival(self, select: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,8 @@ def make_prompt(cell: Cell, seed: int) -> Prompt:
 
 @dataclass(frozen=True)
 class Setting:
-    """How one row of the table selects: `changed` goes to `override`, `kind` to `Chooser`.
+    """How one row of the table selects: `changed` goes to `override` (a kind of its own takes a `p` alone), `kind` to
+    `Chooser`.
 
     `like`: the p whose kept rows a rival matches prompt by prompt, and `top_k` on average.
     """
@@ -125,15 +126,15 @@ class Subject:
 
     def dropped(self, prompt: Prompt, setting: Setting, keep: Sequence[int] = ()) -> Answer:
         """With a selection; raises where the prefill did not go through the backend or ran dense."""
-        with self._choosing(setting.kind, keep), _override(setting.changed):
+        with self._choosing(setting, keep), _override(setting.changed if setting.kind == "own" else {}):
             tokens, logprobs, call = self._generate(prompt)
         if not call.dropped or call.tokens != prompt.first.shape[1]:
             raise RuntimeError(f"{setting.name}: the prompt was to drop tokens, and did not: {call}")
         return Answer(tokens, logprobs, call.work, call.rows, {layer: len(rows) for layer, rows in call.kept.items()})
 
     @contextmanager
-    def _choosing(self, kind: str, keep: Sequence[int]) -> Iterator[None]:
-        self.chooser.kind, self.chooser.keep = kind, list(keep)
+    def _choosing(self, setting: Setting, keep: Sequence[int]) -> Iterator[None]:
+        self.chooser.kind, self.chooser.keep, self.chooser.p = setting.kind, list(keep), setting.changed.get("p")
         try:
             yield
         finally:

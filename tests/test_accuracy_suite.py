@@ -82,6 +82,27 @@ def test_rivals_keep_as_many_rows(subject: Any) -> None:
     assert len({tuple(kept) for kept in rows.values()}) == 3
 
 
+def test_fp8_scores(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selection reads scores of e4m3 products, with the setting's p."""
+    rivals: Any = importlib.import_module("accuracy_rivals")
+    seen: list[torch.Tensor] = []
+    original = rivals.block_scores_reference
+
+    def scores(*args: Any, **kwargs: Any) -> torch.Tensor:
+        assert kwargs["dtype"] == "fp8"
+        seen.append(original(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(rivals, "block_scores_reference", scores)
+    prompt = tools.make_prompt(CELL, 0)
+    got = subject.dropped(prompt, tools.Setting("fp8", {"p": 0.6}, kind="fp8"))
+    assert len(seen) == 2
+    mass = seen[0].sort(descending=True).values
+    blocks = int((mass.cumsum(0) - mass < 0.6 * mass.sum()).sum())
+    assert 0 <= got.kept[0] - 64 * blocks <= 256  # and the rows that always stay
+    assert got.kept[0] < 768
+
+
 def test_mean_scores() -> None:
     q, k = torch.randn(1, 4, 50, 8), torch.randn(1, 2, 50, 8)
     got = importlib.import_module("accuracy_rivals").mean_scores(q, k, 5, 16)

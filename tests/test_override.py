@@ -76,7 +76,7 @@ def test_inner_values_win(model: Any) -> None:
 def test_explain_shows_it() -> None:
     with override(p=0.7):
         report = uniprefill_fx.explain(tiny_llama(), token_ids(300), **options_of(replace(SPEC, drop_layers=(1,))))
-    assert "override: p=0.7" in str(report)
+    assert "for this call: p=0.7" in str(report)
     torch._dynamo.reset()
 
 

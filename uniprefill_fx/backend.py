@@ -167,7 +167,9 @@ def _lower(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compilation) -> Prefill:
     """Rewrite, check, split; compilation itself waits for the first call."""
-    after = rewrite(gm, done.plan, config)
+    auto_blocks = config.block_size == "auto"
+    # The block size is an argument of the selection, which every call replaces: any number will do in the graph.
+    after = rewrite(gm, done.plan, replace(config, block_size=64) if auto_blocks else config)
     propagate(after, done.plan.batch)
     done.after = after
     steps = [
@@ -175,7 +177,7 @@ def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compi
         for i, piece in enumerate(split_at_selections(after))
     ]
     dense = Segment(_lower(copy_module(gm)), inner, "dense")
-    return Prefill(done.plan, after, steps, dense, config.min_tokens, extract(gm, done.plan.segments))
+    return Prefill(done.plan, after, steps, dense, config.min_tokens, extract(gm, done.plan.segments), auto_blocks)
 
 
 if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:

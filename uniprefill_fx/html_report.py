@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from uniprefill_fx.config import auto_block_size
 from uniprefill_fx.savings import Savings
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def _map(report: Report, tokenizer: Any) -> dict[str, Any]:
     """By layer and column: the share of the column's tokens that enter the layer."""
     call = report.call
     assert call is not None and call.tokens is not None
-    width = column_width(call.tokens, int(_chosen(report)["block_size"]))
+    block_size = _chosen(report)["block_size"]
+    width = column_width(call.tokens, auto_block_size(call.tokens) if block_size == "auto" else block_size)
     texts = None
     if tokenizer is not None and report.input_ids is not None:
         ids = report.input_ids.reshape(-1).tolist()

@@ -107,6 +107,20 @@ def optional(check: Check) -> Check:
     return lambda option, value: None if value is None else check(option, value)
 
 
+def or_auto(check: Check) -> Check:
+    """ "auto", or what `check` allows."""
+
+    def checked(option: str, value: object) -> Any:
+        if isinstance(value, str) and value == "auto":
+            return value
+        try:
+            return check(option, value)
+        except OptionError as error:
+            raise OptionError(option, value, f"{error.allowed}, or 'auto'", error.hint) from None
+
+    return checked
+
+
 def choice(*names: str) -> Check:
     """One of a few strings."""
 

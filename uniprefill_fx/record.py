@@ -28,7 +28,7 @@ class LastCall:
         kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it; the columns of
             the input, packed request by request.
         cu_seqlens: by drop layer, where each request begins in `kept`, and where the last one ends.
-        changed: options that `override()` changed for this call.
+        changed: options that `override()` changed for this call, or that "auto" chose.
     """
 
     dropped: bool

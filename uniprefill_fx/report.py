@@ -110,7 +110,7 @@ class Report:
         if call is not None and call.dropped:
             lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")
             if call.changed:
-                lines.append("override: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
+                lines.append("for this call: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
         elif call is not None:
             lines.append(f"this prompt ran dense: {call.reason}")
         return "\n".join([*lines, self._compiled(), self._times()])

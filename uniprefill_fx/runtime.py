@@ -76,7 +76,7 @@ class Prefill:
     Args:
         plan: what the pieces do. after: the rewritten graph. steps: its pieces, with what runs each.
         dense: the whole graph without drops. min_tokens: shorter prompts run `dense`.
-        segments: computes the plan's `segments` from the inputs.
+        segments: computes the plan's `segments` from the inputs. auto_blocks: the block size follows the prompt.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Prefill:
         dense: Segment,
         min_tokens: int,
         segments: Callable[..., tuple[Tensor, ...]],
+        auto_blocks: bool = False,
     ) -> None:
         assert plan.count is not None
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
@@ -94,7 +95,7 @@ class Prefill:
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
         self.count_input = names.index(plan.count.name)
-        self.segments = segments
+        self.segments, self.auto_blocks = segments, auto_blocks
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.triangles = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.triangles]
         self.padding = None if plan.padding is None else names.index(plan.padding.name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.config import OptionError, PrefillConfig, auto_block_size
 
 CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens")
 _AMOUNTS = ("p", "keep_ratio")  # one excludes the other
@@ -53,9 +53,13 @@ def override(**options: Any) -> Iterator[None]:
         _changes.reset(token)
 
 
-def changes() -> dict[str, Any]:
-    """The options in force that differ from those of the compilation; empty outside `override`."""
-    return dict(_changes.get() or {})
+def changes(tokens: int, auto_blocks: bool) -> dict[str, Any]:
+    """The options of one prompt that differ from those of the compilation: what `override` says, and the block size
+    that "auto" stands for. `auto_blocks`: whether the model was compiled with `block_size="auto"`."""
+    changed = dict(_changes.get() or {})
+    if changed.get("block_size", "auto" if auto_blocks else None) == "auto":
+        changed["block_size"] = auto_block_size(tokens)
+    return changed
 
 
 def arguments(changed: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
