@@ -62,8 +62,12 @@ class _Selection(fx.Interpreter):
         named = {a.name: v for a, v in zip(target._schema.arguments, args, strict=False)} if name else {}
         if name == "uniprefill::score":
             self.scored = named
-            if self.chooser.kind == "fp8":
-                return _fp8_scores(**named)
+            if self.chooser.kind == "fp8" and named["q"].is_cuda:
+                return super().call_function(target, (), named | {"score_dtype": torch.float8_e4m3fn})
+            if self.chooser.kind == "fp8":  # without the kernel the op does not round
+                cu = torch.tensor([0, named["k"].shape[2]], dtype=torch.int32)
+                rest = named["scale"], named["last_n"], named["block_size"], named["softcap"]
+                return block_scores_reference(named["q"][0], named["k"][0], cu, *rest, dtype="fp8")
         if name == "uniprefill::select" and self.chooser.kind in RIVALS:
             return self._rival(named)
         if name == "uniprefill::select" and self.chooser.p is not None:
@@ -71,7 +75,7 @@ class _Selection(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _rival(self, select: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """(kept,) int64 rows of the one request, ascending, and its new `cu_seqlens`."""
+        """(1, kept) int64 rows of the one request, ascending, and its new span."""
         q, k, block_size = self.scored["q"], self.scored["k"], self.scored["block_size"]
         tokens, chooser = k.shape[2], self.chooser
         at = torch.arange(tokens, device=k.device)
@@ -85,7 +89,7 @@ class _Selection(fx.Interpreter):
         wanted[at < select["sink_tokens"]] = torch.inf
         wanted[tokens - select["last_n"] :] = torch.inf
         rows = torch.sort(wanted, descending=True, stable=True).indices[: chooser.keep[self.ordinal]].sort().values
-        return rows, torch.tensor([0, len(rows)], dtype=torch.int32, device=k.device)
+        return rows[None], torch.tensor([[0, len(rows)]])
 
 
 def mean_scores(q: Tensor, k: Tensor, last_n: int, block_size: int) -> Tensor:
@@ -100,19 +104,3 @@ def mean_scores(q: Tensor, k: Tensor, last_n: int, block_size: int) -> Tensor:
     means = sums.index_add(1, block, k[0].double()) / torch.bincount(block, minlength=blocks)[:, None]
     query = q[0, :, -last_n:].double().mean(1).view(k.shape[1], -1, k.shape[3]).sum(1)
     return torch.einsum("hbd,hd->b", means, query)
-
-
-def _fp8_scores(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    last_n: int,
-    block_size: int,
-    softcap: float | None = None,
-    **_: Any,
-) -> Tensor:
-    scores: Any = block_scores_reference
-    if q.is_cuda:
-        from uniprefill_fx.kernels.block_scores import block_scores as scores
-    return scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, dtype="fp8")

@@ -82,25 +82,27 @@ def test_rivals_keep_as_many_rows(subject: Any) -> None:
     assert len({tuple(kept) for kept in rows.values()}) == 3
 
 
-def test_fp8_scores(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The selection reads scores of e4m3 products, with the setting's p."""
+def test_fp8_scores() -> None:
+    """A selection piece scores with e4m3 products, and selects with the setting's p."""
     rivals: Any = importlib.import_module("accuracy_rivals")
-    seen: list[torch.Tensor] = []
-    original = rivals.block_scores_reference
-
-    def scores(*args: Any, **kwargs: Any) -> torch.Tensor:
-        assert kwargs["dtype"] == "fp8"
-        seen.append(original(*args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(rivals, "block_scores_reference", scores)
-    prompt = tools.make_prompt(CELL, 0)
-    got = subject.dropped(prompt, tools.Setting("fp8", {"p": 0.6}, kind="fp8"))
-    assert len(seen) == 2
-    mass = seen[0].sort(descending=True).values
-    blocks = int((mass.cumsum(0) - mass < 0.6 * mass.sum()).sum())
-    assert 0 <= got.kept[0] - 64 * blocks <= 256  # and the rows that always stay
-    assert got.kept[0] < 768
+    ops, graph = torch.ops.uniprefill, torch.fx.Graph()
+    q, k, spans = (graph.placeholder(name) for name in ("q", "k", "spans"))
+    scores = graph.call_function(ops.score.default, (q, k, spans, 2.0, 8, 16, torch.float32, None, None, None, None))
+    chosen = graph.call_function(ops.select.default, (scores, spans, spans, 16, 8, 0, 0.9, None))
+    graph.output((chosen, scores))
+    chooser = rivals.Chooser("fp8", p=0.6)
+    run = rivals._Selection(torch.fx.GraphModule({}, graph), 0, chooser)
+    torch.manual_seed(0)
+    inputs = torch.randn(1, 2, 256, 32), torch.randn(1, 2, 256, 32), torch.tensor([[0, 256]])
+    (rows, _), got = run(*inputs)
+    twin: Any = importlib.import_module("uniprefill_fx.kernels.block_scores_reference")
+    cu = torch.tensor([0, 256], dtype=torch.int32)
+    want = twin.block_scores_reference(inputs[0][0], inputs[1][0], cu, 2.0, 8, 16, dtype="fp8")
+    assert torch.equal(got, want)
+    assert torch.equal(rows, ops.select(want, inputs[2], inputs[2], 16, 8, 0, 0.6, None)[0])
+    chooser.kind = "own"
+    (own_rows, _), own = run(*inputs)
+    assert not torch.equal(own, want) and own_rows.shape[1] > rows.shape[1]
 
 
 def test_mean_scores() -> None:

@@ -99,8 +99,7 @@ def test_the_bound_is_tight() -> None:
     """Two keys with opposite values and equal weight, one of them dropped: error and bound are the same number."""
     k = torch.zeros(1, 1, 2, 4)
     v = torch.tensor([[[[3.0, 0, 0, 0], [-3.0, 0, 0, 0]]]])
-    cu = torch.tensor([0, 2], dtype=torch.int32)
-    scored = {"q": torch.zeros(1, 1, 2, 4), "k": k, "cu_seqlens": cu, "scale": 1.0, "last_n": 1}
+    scored = {"q": torch.zeros(1, 1, 2, 4), "k": k, "scale": 1.0, "last_n": 1}
     got = measure(scored, v, torch.tensor([1]))
     assert (got.mass, got.error, got.bound, got.worst_ratio) == (0.5, 3.0, 3.0, 1.0)
 
@@ -114,3 +113,5 @@ def test_a_broken_allowance_shows() -> None:
 def test_dense_prompts_raise() -> None:
     with pytest.raises(RuntimeError, match=r"ran dense: \[below-min-tokens\]"):
         error_bound(tiny_llama(2), token_ids(100), min_tokens=200)
+    with pytest.raises(ValueError, match="wanted one prompt"):
+        error_bound(tiny_llama(2), token_ids(100).repeat(2, 1))

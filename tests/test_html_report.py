@@ -17,7 +17,7 @@ import torch
 from tiny import tiny_gemma3, tiny_llama, token_ids
 
 import uniprefill_fx
-from uniprefill_fx.html_report import COLUMNS, column_width, kept_map
+from uniprefill_fx.html_report import COLUMNS, column_width, contents, kept_map
 from uniprefill_fx.report import Report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -97,6 +97,28 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     before, after = (code for _, code in data["graphs"])
     assert "scaled_dot_product_attention" in before and "uniprefill.select" in after
     assert f"{report.call.work:.0%}" in dict((name, value) for name, value in data["figures"]).values()
+
+
+def test_batches_have_a_map_each() -> None:
+    """Two prompts, one of them left-padded: each map shows its own kept columns and text."""
+    ids = token_ids(2 * 256).reshape(2, 256).clone()
+    mask = torch.ones_like(ids)
+    ids[1, :60] = mask[1, :60] = 0
+    options: dict[str, Any] = {"p": 0.7, "block_size": BLOCK, "last_n": 16, "sink_tokens": 16}
+    call = {"attention_mask": mask}
+    found = uniprefill_fx.explain(tiny_llama(3), ids, call=call, drop_layers=[1], min_tokens=0, **options)
+    assert found.call is not None and found.call.dropped
+    data = contents(found, Tokenizer())
+    first, second = data["maps"]
+    start = found.call.cu_seqlens[1][1]
+    for shown, kept, row in ((first, found.call.kept[1][:start], 0), (second, found.call.kept[1][start:], 1)):
+        inside = set(kept.tolist())
+        blocks = [range(i, i + BLOCK) for i in range(0, 256, BLOCK)]
+        assert shown["rows"][0] == shown["rows"][1] == [1.0] * 16
+        assert shown["rows"][2] == [round(sum(t in inside for t in block) / BLOCK, 3) for block in blocks]
+        assert shown["texts"][5] == Tokenizer().decode(ids[row, 5 * BLOCK : 6 * BLOCK].tolist())
+    assert second["rows"][2][:3] == [0.0] * 3 and first["rows"][2][0] == 1.0
+    assert found.savings is None and not data["figures"]
 
 
 def test_refusals_are_shown(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ error of the keys and values that each layer writes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from uniprefill_fx.api import options_for
 from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.isolated import isolated, takes
-from uniprefill_fx.ops.scoring import with_terms
+from uniprefill_fx.ops.scoring import bias_of_request, with_terms
 from uniprefill_fx.passes.values import is_op
 from uniprefill_fx.record import last_call
 from uniprefill_fx.runtime import Prefill, disabled
@@ -94,8 +93,11 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
         model: a decoder. input_ids: (1, tokens) int64. options: as for `uniprefill_fx.compile`.
 
     Raises:
-        OptionError: an unknown option or a bad value. RuntimeError: the prompt ran dense; the message has the reason.
+        OptionError: an unknown option or a bad value. ValueError: several prompts. RuntimeError: the prompt ran dense;
+            the message has the reason.
     """
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids {tuple(input_ids.shape)}: wanted one prompt, (1, tokens)")
     config = PrefillConfig.from_options({"inner_backend": "eager", **options_for(model, options)})
     watch = _Watch()
     run = isolated(model, config, watch.take_over)
@@ -153,7 +155,7 @@ class _Watch:
         elif is_op(node, "score"):
             self.scored = values
         elif is_op(node, "select"):
-            self.found.append(measure(self.scored, self.written[-1][1], result[0]))
+            self.found.append(measure(self.scored, self.written[-1][1], result[0][0]))
 
 
 class _Looking(fx.Interpreter):
@@ -175,22 +177,17 @@ class _Looking(fx.Interpreter):
 
 
 def measure(scored: dict[str, Any], v: Tensor, rows: Tensor) -> DropError:
-    """The error of one drop, from the arguments of its score op, the values (1, kv_heads, tokens, dim), and the rows
-    that were kept, (kept,) int64 in the packed stream. Layer and allowance are filled in by the caller."""
-    q, k, n = scored["q"], scored["k"], scored["last_n"]
-    gone = torch.ones(k.shape[2], dtype=torch.bool, device=k.device)
-    gone[rows] = False
-    masses, errors, bounds = [], [], []
-    for start, end in pairwise(scored["cu_seqlens"].tolist()):
-        weights = _weights(scored, q[0, :, max(start, end - n) : end], k[0, :, start:end], start)
-        values = v[0, :, start:end].double().repeat_interleave(q.shape[1] // v.shape[1], dim=0)
-        dropped = gone[start:end]
-        mass = weights[..., dropped].sum(-1)
-        kept = torch.where(dropped, 0.0, weights) / (1.0 - mass)[..., None]
-        errors.append((torch.matmul(weights - kept, values)).norm(dim=-1).flatten())
-        bounds.append((2.0 * mass * values.norm(dim=-1).amax(-1)[:, None]).flatten())
-        masses.append(mass.flatten())
-    mass, error, bound = torch.cat(masses), torch.cat(errors), torch.cat(bounds)
+    """The error of one drop of one prompt, from the arguments of its score op, the values (1, kv_heads, tokens, dim),
+    and the rows that were kept, (kept,) int64. Layer and allowance are filled in by the caller."""
+    q, k = scored["q"][0], scored["k"][0]
+    dropped = torch.ones(k.shape[1], dtype=torch.bool, device=k.device)
+    dropped[rows] = False
+    weights = _weights(scored, q[:, -scored["last_n"] :], k)
+    values = v[0].double().repeat_interleave(q.shape[0] // v.shape[1], dim=0)
+    mass = weights[..., dropped].sum(-1)
+    kept = torch.where(dropped, 0.0, weights) / (1.0 - mass)[..., None]
+    error = torch.matmul(weights - kept, values).norm(dim=-1)
+    bound = 2.0 * mass * values.norm(dim=-1).amax(-1)[:, None]
     ratio = torch.where(bound > 0, error / bound.clamp(min=1e-300), 0.0)
     return DropError(
         layer=-1,
@@ -204,15 +201,15 @@ def measure(scored: dict[str, Any], v: Tensor, rows: Tensor) -> DropError:
     )
 
 
-def _weights(scored: dict[str, Any], q: Tensor, k: Tensor, start: int) -> Tensor:
-    """float64 attention (heads, queries, keys) of the last queries of one request, over its keys; a sink's share is
-    left out, so that a row may sum to less than 1."""
+def _weights(scored: dict[str, Any], q: Tensor, k: Tensor) -> Tensor:
+    """float64 attention (heads, queries, keys) of the last queries over all keys; a sink's share is left out, so that
+    a row may sum to less than 1."""
     n, length = q.shape[1], k.shape[1]
     keys = k.double().repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     logits = torch.matmul(q.double(), keys.transpose(1, 2)) * float(scored["scale"])
-    slots = scored.get("slots")
-    own = None if slots is None else slots[start : start + length]
-    logits = with_terms(logits[None], scored.get("softcap"), scored.get("bias"), own)[0]
+    slots, bias = scored.get("slots"), scored.get("bias")
+    own = None if bias is None else bias_of_request(bias, q.shape[0], 0)
+    logits = with_terms(logits[None], scored.get("softcap"), own, None if slots is None else slots[0])[0]
     hidden = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
     logits = logits.masked_fill(hidden, -torch.inf)
     sinks = scored.get("sinks")

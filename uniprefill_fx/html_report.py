@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
         "figures": _figures(report, savings),
         "layers": _layers(report, savings),
         "refusals": [str(refusal) for refusal in report.refusals],
-        "maps": [] if call is None or call.tokens is None else [_map(report, tokenizer)],
+        "maps": [_map(report, r, kept, tokenizer) for r, kept in enumerate(_requests(report))],
         "passes": list(report.decoder.seconds.items()),
         "graphs": graphs,
     }
@@ -113,18 +112,31 @@ def _rows(report: Report, layer: int) -> int | None:
     return call.rows[layer] if call.rows else call.tokens
 
 
-def _map(report: Report, tokenizer: Any) -> dict[str, Any]:
-    """By layer and column: the share of the column's tokens that enter the layer."""
+def _requests(report: Report) -> list[dict[int, Tensor]]:
+    """For each prompt of the call: by drop layer, the columns of the input that stayed."""
+    call = report.call
+    if call is None or call.tokens is None:
+        return []
+    count = max((len(bounds) - 1 for bounds in call.cu_seqlens.values()), default=1)
+    return [
+        {layer: rows[call.cu_seqlens[layer][r] : call.cu_seqlens[layer][r + 1]] for layer, rows in call.kept.items()}
+        for r in range(count)
+    ]
+
+
+def _map(report: Report, request: int, kept: dict[int, Tensor], tokenizer: Any) -> dict[str, Any]:
+    """By layer and column: the share of the column's tokens that enter the layer (padding: up to the first drop)."""
     call = report.call
     assert call is not None and call.tokens is not None
+    tokens = call.tokens if report.input_ids is None else report.input_ids.shape[-1]
     block_size = _chosen(report)["block_size"]
-    width = column_width(call.tokens, auto_block_size(call.tokens) if block_size == "auto" else block_size)
+    width = column_width(tokens, auto_block_size(tokens) if block_size == "auto" else block_size)
     texts = None
     if tokenizer is not None and report.input_ids is not None:
-        ids = report.input_ids.reshape(-1).tolist()
+        ids = report.input_ids.reshape(-1, tokens)[request].tolist()
         texts = [str(tokenizer.decode(ids[i : i + width]))[:TEXT] for i in range(0, len(ids), width)]
-    rows = kept_map(report.plan.num_layers, call.tokens, call.kept, width)
-    return {"tokens": call.tokens, "width": width, "rows": [[round(x, 3) for x in row] for row in rows], "texts": texts}
+    rows = kept_map(report.plan.num_layers, tokens, kept, width)
+    return {"tokens": tokens, "width": width, "rows": [[round(x, 3) for x in row] for row in rows], "texts": texts}
 
 
 def column_width(tokens: int, block_size: int) -> int:
@@ -151,7 +163,7 @@ def _code(gm: Any) -> str:
 
 
 def figure(report: Report) -> Any:
-    """A matplotlib figure: the map of kept tokens, and rows by layer.
+    """A matplotlib figure: the map of kept tokens (of a batch's first prompt), and rows by layer.
 
     Raises:
         ImportError: matplotlib is not installed. ValueError: the report holds no prompt.
@@ -162,12 +174,12 @@ def figure(report: Report) -> Any:
     call = report.call
     if call is None or call.tokens is None:
         raise ValueError("the report holds no prompt whose tokens are known; pass one to explain()")
-    rows: Sequence[Sequence[float]] = _map(report, None)["rows"]
+    shown = _map(report, 0, _requests(report)[0], None)
     layers = report.plan.num_layers
     drawn = Figure(figsize=(10, 1.5 + 0.16 * max(layers, 12)), layout="constrained")
     left, right = drawn.subplots(1, 2, width_ratios=(4, 1), sharey=True)
-    edges = (0, call.tokens, layers - 0.5, -0.5)
-    left.imshow(rows, aspect="auto", interpolation="nearest", extent=edges, cmap="Blues", vmin=0, vmax=1)
+    edges = (0, shown["tokens"], layers - 0.5, -0.5)
+    left.imshow(shown["rows"], aspect="auto", interpolation="nearest", extent=edges, cmap="Blues", vmin=0, vmax=1)
     for layer in call.kept:
         for axes in (left, right):
             axes.axhline(layer + 0.5, color="#c0392b", linewidth=1)

@@ -52,8 +52,10 @@ class Savings:
 
 
 def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCall) -> Savings | None:
-    """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens."""
-    if call.tokens is None or plan.tokens is None or not plan.sites:
+    """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens,
+    and for several prompts at once, whose lengths it does not record."""
+    batch = expression(meta(plan.sites[0].q).shape[0]) if plan.sites else sympy.Integer(1)
+    if call.tokens is None or plan.tokens is None or not plan.sites or batch != 1:
         return None
     total, drops = call.tokens, [drop.site.layer for drop in plan.drops] if call.dropped else []
     rows = [total, *(len(call.kept[layer]) for layer in drops)]
@@ -63,9 +65,8 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
     # By name: the graph is a copy of the one that was planned.
     interior = {node.name for site in plan.sites for node in site.interior}
     stages = {node.name: stage for node, stage in plan.stage.items()} if drops else {}
-    batch = expression(meta(plan.sites[0].q).shape[0])
     for node in gm.graph.nodes:
-        counted = None if node.name in interior else _product(node, batch * plan.tokens)
+        counted = None if node.name in interior else _product(node, plan.tokens)
         if counted is None:
             continue
         each, fixed = counted
@@ -76,24 +77,24 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
         at = -1 if layer is None else layer
         dense[at] = dense.get(at, 0.0) + each * total + fixed
         flops[at] = flops.get(at, 0.0) + each * rows[stages.get(node.name, 0)] + fixed
-    alive, kv, dense_kv = _requests(call, None), 0, 0
-    everything = alive
+    everything = torch.arange(total)
+    alive, kv, dense_kv = everything, 0, 0
     for site in plan.sites:
         if site.mask is not None:
             dense[site.layer] = dense.get(site.layer, 0.0) + _attention(site, everything)
             flops[site.layer] = flops.get(site.layer, 0.0) + _attention(site, alive)
             bytes_of_row, window = _row_bytes(site), site.mask.window
-            dense_kv += bytes_of_row * sum(_stored(len(p), window) for p in everything)
-            kv += bytes_of_row * sum(_stored(len(p), window) for p in alive)
+            dense_kv += bytes_of_row * _stored(total, window)
+            kv += bytes_of_row * _stored(len(alive), window)
         if site.layer in drops:
             last_n = call.changed.get("last_n", config.last_n)
             heads, dim = int(meta(site.q).shape[1]), int(meta(site.q).shape[3])
-            flops[site.layer] += sum(2.0 * heads * dim * min(last_n, len(p)) * len(p) for p in alive)
-            alive = _requests(call, site.layer)
+            flops[site.layer] += 2.0 * heads * dim * min(last_n, len(alive)) * len(alive)
+            alive = call.kept[site.layer].cpu()
     return Savings(flops, dense, kv, dense_kv, tuple(uncounted))
 
 
-def _product(node: fx.Node, tokens: sympy.Expr) -> tuple[float | None, float] | None:
+def _product(node: fx.Node, tokens: sympy.Symbol) -> tuple[float | None, float] | None:
     """(FLOPs for each token, FLOPs whatever the tokens) of a matrix product; (None, 0) if its rows are not understood;
     None for any other node."""
     name = name_of(node)
@@ -105,26 +106,18 @@ def _product(node: fx.Node, tokens: sympy.Expr) -> tuple[float | None, float] | 
     if out is None or inner is None:
         return None, 0.0
     count = 2 * sympy.prod(out) * inner[-1]
-    if not count.free_symbols & tokens.free_symbols:
+    if not count.free_symbols & {tokens}:
         return (0.0, float(count)) if count.is_number else (None, 0.0)
     each = sympy.cancel(count / tokens)
     return (float(each), 0.0) if each.is_number else (None, 0.0)
 
 
-def _requests(call: LastCall, layer: int | None) -> list[Tensor]:
-    """Original positions that stayed after a drop layer, one tensor a request; None: all positions."""
-    assert call.tokens is not None
-    if layer is None:
-        return [torch.arange(call.tokens)]
-    return [call.kept[layer].cpu()]
-
-
-def _attention(site: Site, requests: list[Tensor]) -> float:
+def _attention(site: Site, positions: Tensor) -> float:
     """FLOPs of one attention over the rows at these original positions."""
     assert site.mask is not None
     heads = int(meta(site.q).shape[1])
     dims = int(meta(site.q).shape[3]) + int(meta(site.v).shape[3])
-    return 2.0 * heads * dims * sum(_pairs(site, positions) for positions in requests)
+    return 2.0 * heads * dims * _pairs(site, positions)
 
 
 def _pairs(site: Site, positions: Tensor) -> int:
