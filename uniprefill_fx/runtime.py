@@ -162,7 +162,7 @@ class Prefill:
             )
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.spans: spans}
         kept: list[tuple[Tensor, Tensor]] = []
-        changed = changes()
+        changed = changes(int(args[self.count_input]), self.auto_blocks)
         spoiled: Refusal | None = None
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]
