@@ -141,11 +141,12 @@ def test_no_grad_in_place_of_inference_mode(tiny: Compiled) -> None:
     assert_near(got, tiny.expected(ids).last_logits)
 
 
-# generate() where the prompt must run dense
+# generate() where the prompt runs dense, and beams
 
 
 def check_dense_generate(tiny: Compiled, ids: Tensor, **call: Any) -> None:
-    got = tiny.generate(ids, 8, **call)
+    with uniprefill_fx.disabled():
+        got = tiny.generate(ids, 8, **call)
     done = uniprefill_fx.last_call()
     assert done is not None and not done.dropped and done.reason is not None
     want = tiny.stock.generate(
@@ -163,7 +164,7 @@ def check_dense_generate(tiny: Compiled, ids: Tensor, **call: Any) -> None:
 
 
 @pytest.mark.parametrize("pads", [(20,), (33, 0), (0, 65), (10, 30, 0)], ids=str)
-def test_padded_batches_generate_as_the_stock_model(tiny: Compiled, pads: tuple[int, ...]) -> None:
+def test_dense_batches_generate_as_the_stock_model(tiny: Compiled, pads: tuple[int, ...]) -> None:
     ids = torch.cat([token_ids(100, seed=row) for row in range(len(pads))])
     mask = torch.ones_like(ids)
     for row, pad in enumerate(pads):
@@ -171,8 +172,24 @@ def test_padded_batches_generate_as_the_stock_model(tiny: Compiled, pads: tuple[
     check_dense_generate(tiny, ids, attention_mask=mask)
 
 
-def test_beams(tiny: Compiled) -> None:
+def test_dense_beams(tiny: Compiled) -> None:
     check_dense_generate(tiny, token_ids(100), num_beams=3)
+
+
+@torch.inference_mode()
+def test_beams_on_a_compact_cache(tiny: Compiled) -> None:
+    """The score of the best beam is what the reference gives to its tokens, one by one."""
+    ids, steps = token_ids(100), 6
+    got = tiny.generate(ids, steps, num_beams=3, output_scores=True)
+    call = uniprefill_fx.last_call()
+    assert call is not None
+    assert_dropped(call)
+    tokens, total = got.sequences[0, 100:], 0.0
+    logits = tiny.expected(ids).last_logits
+    for token in tokens:
+        total += float(logits[0, -1].log_softmax(-1)[token])
+        logits = tiny.reference.step(token.reshape(1, 1))
+    assert abs(float(got.sequences_scores[0]) - total / steps) < 1e-4
 
 
 def test_the_cache_of_an_eager_prompt_continues(tiny: Compiled) -> None:

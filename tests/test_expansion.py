@@ -70,8 +70,8 @@ def traced(compute: Callable[[Tensor, Tensor], Keys]) -> tuple[fx.Graph, Any]:
         return compute(view(keys, slots, seen, seen), view(values, slots, seen, seen))
 
     torch._dynamo.reset()
-    inputs = torch.randn(1, 1, 9, LATENT), torch.randn(1, 1, 9, ROTARY), torch.arange(9), torch.empty(9, 0)
-    for tensor, axis in zip(inputs, (2, 2, 0, 0), strict=True):
+    inputs = torch.randn(1, 1, 9, LATENT), torch.randn(1, 1, 9, ROTARY), torch.arange(9)[None], torch.empty(9, 0)
+    for tensor, axis in zip(inputs, (2, 2, 1, 0), strict=True):
         torch._dynamo.maybe_mark_dynamic(tensor, axis)
     torch.compile(step, backend=keep)(*inputs)
     (gm,) = found
