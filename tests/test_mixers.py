@@ -186,6 +186,18 @@ def test_a_registered_mixer_is_one_op_and_sees_the_kept_rows(name: str, dynamic:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
+def test_a_batch_equals_its_prompts_one_by_one() -> None:
+    """The requests keep different numbers of rows, and the recurrence of one does not see the padding of another."""
+    model, ids = build(Hybrid), ids_for("batch", 300)
+    ids = torch.cat([ids, ids.flip(1)])
+    model.compile(backend="uniprefill", options=options_of(DROPS))
+    got, call = run(model, ids)
+    assert call.dropped
+    for row, logits in zip(ids, got, strict=True):
+        assert_near(logits[None], expected("function", row[None]).logits)
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_other_backends_trace_what_they_always_did(name: str) -> None:
     install()

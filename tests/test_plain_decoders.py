@@ -9,7 +9,7 @@ import pytest
 import torch
 from eager_reference import DropSpec
 from exactness import TIE, assert_differs, assert_near, options_of
-from plain_decoders import DECODERS, Encoder, Gpt, GptLayer, build, ids_for
+from plain_decoders import DECODERS, Encoder, Gpt, GptLayer, SequenceFirst, SequenceFirstLayer, build, ids_for
 from plain_reference import Expected, reference
 from torch import Tensor
 
@@ -155,3 +155,29 @@ def test_a_mask_that_is_written_in_place_is_not_taken_for_what_it_was() -> None:
     model = build(Prefix)
     model.compile(backend="uniprefill", options=options_of(SPEC))
     dense_because(model, ids_for("prefix", 300), "mask-not-understood")
+
+
+class Counting(SequenceFirst):
+    """Each layer counts its calls in a buffer, beside attention that is brought into another form."""
+
+    class layer(SequenceFirstLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: Tensor
+            self.register_buffer("calls", torch.zeros(1))
+
+        def attend(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return super().attend(x)
+
+
+@pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
+def test_writes_that_nobody_reads_in_the_graph_are_kept() -> None:
+    model, ids = build(Counting), ids_for("counting", 300)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    for count in (1, 2):
+        got, call = run(model, ids)
+        want = reference(build(SequenceFirst), ids, SPEC)
+        assert_dropped_as(call, want)
+        assert_near(got, want.logits)
+        assert [int(layer.calls) for layer in model.layers] == [count] * 3

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from uniprefill_fx.passes.rewrite import clean
 from uniprefill_fx.passes.values import meta, name_of, peel
 from uniprefill_fx.timing import timed
 
@@ -43,9 +44,7 @@ def write_products(gm: fx.GraphModule) -> int:
             for product, scores in _products(node):
                 written += _einsum(product, scores) if name_of(product) == "einsum" else _matmul(product, scores)
     if written:
-        gm.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or n.is_impure())
-        gm.graph.lint()
-        gm.recompile()
+        clean(gm)
     return written
 
 
