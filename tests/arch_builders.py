@@ -176,8 +176,6 @@ class Arch:
 
 
 TEXT = ("TextConfig", "ForCausalLM")
-# Decode could not read this cache after a drop: keys that later layers share.
-NO_CACHE = "cache-not-understood"
 ARCHS = {
     "llama": Arch("Llama", SIZED, EVERY),
     "mistral_sw": Arch("Mistral", {**SIZED, **WINDOW}, (), "no-full-attention"),
@@ -189,7 +187,7 @@ ARCHS = {
     "gemma2": Arch("Gemma2", {**SIZED, **WINDOW, "query_pre_attn_scalar": 16}, ODD, attention="eager"),
     "gemma2_sdpa": Arch("Gemma2", {**SIZED, **WINDOW, "query_pre_attn_scalar": 16}, ODD),
     "gemma3": Arch("Gemma3", {**SIZED, **WINDOW, **TURNS, "query_pre_attn_scalar": 16}, ODD, suffixes=TEXT),
-    "gemma3n": Arch("Gemma3n", GEMMA3N, (), NO_CACHE, suffixes=TEXT),
+    "gemma3n": Arch("Gemma3n", GEMMA3N, (1, 3, 5), suffixes=TEXT),
     "phi3": Arch("Phi3", {**PLAIN, "sliding_window": None}, EVERY),
     "olmo2": Arch("Olmo2", PLAIN, EVERY),
     "gpt_oss": Arch("GptOss", {**SIZED, **WINDOW, **TURNS, **LOCAL_EXPERTS}, ODD),

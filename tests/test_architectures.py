@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import uniprefill_fx
-from uniprefill_fx import LastCall
+from uniprefill_fx import CompactCacheError, LastCall
 
 LENGTHS = (611, 437, 702)  # no multiples of a block, a chunk of a recurrence, or a window
 NEW = 8
 QUICK = {"gpt_oss", "bloom", "falcon_h1", "gemma2"}
+SLOW = pytest.mark.slow
 TURNS = (5, 1, 40)
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHS]
 
@@ -155,7 +157,7 @@ def test_generate(name: str) -> None:
     assert_cache_holds(out.past_key_values, subject.model.config, want.rows, NEW - 1)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["deepseek_v3", *(pytest.param(n, marks=SLOW) for n in ("gemma3n", "llama4"))])
 def test_turns(name: str) -> None:
     """Several tokens at once read a compact cache, and are no prompt to drop from."""
     subject = Subject(name)
@@ -197,3 +199,26 @@ def test_chunks_begin_behind_left_padding() -> None:
     assert_differs(
         torch.cat(got.logits), torch.cat(subject.stock.generate(ids, **given | {"attention_mask": None}).logits)
     )
+
+
+def test_keys_that_later_layers_share() -> None:
+    """Gemma-3n drops behind the last layer that writes to the cache: all rows are stored, later layers see some."""
+    arch = ARCHS["gemma3n"]
+    spec = DropSpec((3,), p=arch.p, block_size=16, last_n=32, sink_tokens=16)
+    model, stock, reference, length = arch.build(), arch.build(), StockReference(arch), LENGTHS[0]
+    model.compile(backend="uniprefill", options=options_of(spec))
+    ids = prompt_ids(length + 2)
+    want = reference.run(ids, length, spec)
+    assert want.rows == [length] * 4 + [len(want.kept[3])] * 2
+    with torch.inference_mode():
+        out = model(ids[:, :length], logits_to_keep=1)
+        cache, logits = out.past_key_values, [out.logits]
+        call = uniprefill_fx.last_call()
+        assert call is not None and call.dropped and torch.equal(call.kept[3], want.kept[3])
+        with pytest.raises(CompactCacheError):
+            stock(ids[:, length:], past_key_values=copy.deepcopy(cache))
+        for at in (length, length + 1):
+            logits.append(model(ids[:, at : at + 1], past_key_values=cache).logits)
+        assert_near(torch.cat(logits, dim=1)[0], want.logits)
+        assert_differs(logits[-1][0], stock(ids).logits[0, -1:])
+    assert_cache_holds(cache, model.config, want.rows, 2)

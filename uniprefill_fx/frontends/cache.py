@@ -22,6 +22,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from uniprefill_fx.ops.cache import NEVER
+
 
 class SlottedLayer(DynamicLayer):
     """A full-attention cache layer whose rows are a subset of the tokens seen.
@@ -32,14 +34,18 @@ class SlottedLayer(DynamicLayer):
             given, left padding included. -1 marks padding: requests of a batch may keep different numbers of rows.
         timeline: (tokens seen, 0), a tensor without elements. Its length is the number of tokens seen; a size, unlike
             an int attribute, can be symbolic from the first trace.
+        shared: whether later layers read the keys of this one. departed: (batch, tokens seen) int64, only then: the
+            decoder layer behind which each token was dropped, see `ops.cache`.
     """
 
     is_sliding = False
+    shared = False
 
     def __init__(self) -> None:
         super().__init__()
         self.slots: Tensor | None = None
         self.timeline: Tensor | None = None
+        self.departed: Tensor | None = None
 
     def _window_rows(self) -> int | None:
         """How many of the latest rows stay after an update; None: all."""
@@ -51,6 +57,8 @@ class SlottedLayer(DynamicLayer):
         # Contiguous, as rows are after every later `cat`: strides are guarded, and decode should be traced once.
         keys, values = key_states.contiguous(), value_states.contiguous()
         slots = torch.arange(before, before + new, device=key_states.device).repeat(key_states.shape[0], 1)
+        if self.shared:
+            self._note_departures(slots)
         if self.keys is not None and self.values is not None and self.slots is not None:
             keys = torch.cat([self.keys, keys], dim=-2)
             values = torch.cat([self.values, values], dim=-2)
@@ -68,7 +76,14 @@ class SlottedLayer(DynamicLayer):
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
         view = torch.ops.uniprefill.logical_view
-        return view(keys, slots, before + new, expected), view(values, slots, before + new, expected)
+        seen = (slots, before + new, expected, self.departed)
+        return view(keys, *seen), view(values, *seen)
+
+    def _note_departures(self, slots: Tensor) -> None:
+        if self.departed is None:
+            self.departed = torch.ops.uniprefill.departures(slots)
+        else:
+            self.departed = torch.cat([self.departed, torch.full_like(slots, NEVER)], dim=-1)
 
     def _keep_last(self, rows: int) -> None:
         assert self.keys is not None and self.values is not None and self.slots is not None
@@ -98,10 +113,14 @@ class SlottedLayer(DynamicLayer):
         self.keys, self.values = self.keys[:, :, :rows], self.values[:, :, :rows]
         self.slots = self.slots[:, :rows]
         self.timeline = self.timeline[:keep]
+        if self.departed is not None:
+            self.departed = self.departed[:, :keep]
 
     def _per_request(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.slots is not None:
             self.slots = change(self.slots)
+        if self.departed is not None:
+            self.departed = change(self.departed)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -119,15 +138,19 @@ class SlottedLayer(DynamicLayer):
         super().offload()
         if self.slots is not None:
             self.slots = self.slots.to("cpu", non_blocking=True)
+        if self.departed is not None:
+            self.departed = self.departed.to("cpu", non_blocking=True)
 
     def prefetch(self) -> None:
         super().prefetch()
         if self.slots is not None:
             self.slots = self.slots.to(self.device, non_blocking=True)
+        if self.departed is not None:
+            self.departed = self.departed.to(self.device, non_blocking=True)
 
     def reset(self) -> None:
         """Forget everything (the buffers grow again; there is nothing static to keep)."""
-        self.keys = self.values = self.slots = self.timeline = None
+        self.keys = self.values = self.slots = self.timeline = self.departed = None
         self.is_initialized = False
 
 
@@ -167,7 +190,7 @@ class SlottedHybridLayer(SlottedLayer, LinearAttentionAndFullAttentionLayer):  #
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
-        self.slots = self.timeline = None
+        self.slots = self.timeline = self.departed = None
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
@@ -181,8 +204,11 @@ class SlottedHybridLayer(SlottedLayer, LinearAttentionAndFullAttentionLayer):  #
 ADOPTED: set[type] = {DynamicCache}  # and those of its subclasses that keep keys and values as it does
 
 
-def adopt(cache: Any) -> None:
-    """Give a still empty `DynamicCache` slotted layers; leave every other cache alone. Traced by Dynamo."""
+def adopt(cache: Any, shares: bool) -> None:
+    """Give a still empty `DynamicCache` slotted layers; leave every other cache alone. Traced by Dynamo.
+
+    `shares`: the model's later layers read the keys of the last layer of each kind in the cache.
+    """
     if type(cache) not in ADOPTED or cache.offloading:
         return
     if cache.layer_class_to_replicate is DynamicLayer:
@@ -194,3 +220,7 @@ def adopt(cache: Any) -> None:
             cache.layers[index] = SlottedHybridLayer(layer.number_of_states)
         elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized:
             cache.layers[index] = SlottedSlidingLayer(layer.sliding_window, layer.record_past)
+    for kind in (SlottedLayer, SlottedSlidingLayer):
+        of_kind = [layer for layer in cache.layers if type(layer) is kind]
+        if shares and of_kind and not of_kind[-1].is_initialized:
+            of_kind[-1].shared = True

@@ -37,10 +37,12 @@ def install() -> bool:
 
 def _adopt_caches_in(function: Any) -> None:
     original = copy_function(function)
-    place = list(inspect.signature(function).parameters).index("past_key_values")
+    names = list(inspect.signature(function).parameters)
 
     @torch.compiler.substitute_in_graph(function, skip_signature_check=True)
     def substitute(*args: Any, **kwargs: Any) -> Any:
         if compiling_for_uniprefill():
-            adopt(args[place] if len(args) > place else kwargs.get("past_key_values"))
+            given = dict(zip(names, args, strict=False)) | kwargs
+            shared = getattr(given.get("config"), "num_kv_shared_layers", None)
+            adopt(given.get("past_key_values"), bool(shared))
         return original(*args, **kwargs)

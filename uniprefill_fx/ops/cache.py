@@ -2,6 +2,9 @@
 
 A compact layer holds fewer rows than tokens were seen. `slots` are the original indices of its rows. Model code and its
 masks think in original indices, so they are handed `logical_view`; the passes take the view away again.
+
+Some models have later layers read the keys of an earlier one (Gemma-3n). Such a layer attends to the tokens that enter
+it, which may be fewer than the earlier layer holds; `departures` say which.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import torch
 from torch import Tensor
 
 from uniprefill_fx.errors import CompactCacheError
+
+NEVER = 2**31 - 1  # more than any decoder layer: where a token departs that is never dropped
 
 
 @torch.library.custom_op("uniprefill::bind_slots", mutates_args=())
@@ -27,20 +32,40 @@ def _(slots, keys, values):  # type: ignore[no-untyped-def]
     return torch.empty_like(slots)
 
 
+@torch.library.custom_op("uniprefill::departures", mutates_args=())
+def departures(slots: Tensor) -> Tensor:
+    """The decoder layer behind which each token of a new prompt is dropped: `NEVER`, unless the passes drop some.
+
+    slots: (batch, tokens) int64, the tokens' indices. Returns the same shape and dtype.
+    """
+    return torch.full_like(slots, NEVER)
+
+
+@departures.register_fake
+def _(slots):  # type: ignore[no-untyped-def]
+    return torch.empty_like(slots)
+
+
 @torch.library.custom_op("uniprefill::logical_view", mutates_args=())
-def logical_view(stored: Tensor, slots: Tensor, seen: int, expected: int) -> Tensor:
+def logical_view(stored: Tensor, slots: Tensor, seen: int, expected: int, departed: Tensor | None = None) -> Tensor:
     """The rows of one layer laid out by original index: (batch, heads, rows, dim) -> (batch, heads, seen, dim).
 
     `slots` are (batch, rows), -1 for rows that are padding. `expected` is how many rows a cache without dropping would
-    hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0.
+    hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0. `departed` are
+    the `departures` of all tokens seen, where later layers read this one too.
 
     Raises:
-        CompactCacheError: the layer holds fewer rows than `expected`: tokens were dropped, the model's own mask would
-            attend to the zeros in their place.
+        CompactCacheError: the layer, or a later one that reads it, holds fewer rows than `expected`: tokens were
+            dropped, and the model's own mask would attend to them, or to the zeros in their place.
     """
     rows = stored.shape[-2]
-    if rows != expected or not bool((slots[:, -1] - slots[:, 0] == rows - 1).all()):  # ascending: no gap, no padding
-        held = int((slots > seen - 1 - expected).sum(1).min())
+    some_departed = departed is not None and bool((departed != NEVER).any())
+    no_gap = bool((slots[:, -1] - slots[:, 0] == rows - 1).all())  # they ascend: no token and no padding between
+    if rows != expected or not no_gap or some_departed:
+        stays = slots > seen - 1 - expected
+        if departed is not None:
+            stays &= departed.gather(1, slots.clamp(min=0)) == NEVER
+        held = int(stays.sum(1).min())
         raise CompactCacheError(
             f"this KV cache holds {held} of {expected} tokens: uniprefill dropped the others, and the code "
             "that reads it now does not know which. Run the model that is compiled with backend='uniprefill' on it "
@@ -55,5 +80,5 @@ def logical_view(stored: Tensor, slots: Tensor, seen: int, expected: int) -> Ten
 
 
 @logical_view.register_fake
-def _(stored, slots, seen, expected):  # type: ignore[no-untyped-def]
+def _(stored, slots, seen, expected, departed=None):  # type: ignore[no-untyped-def]
     return stored.new_empty(*stored.shape[:-2], seen, stored.shape[-1])

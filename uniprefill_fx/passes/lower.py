@@ -35,13 +35,18 @@ ops = torch.ops.uniprefill
 def lower_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> int:
     """Replace every site that can be, in place; returns how many. Node meta stays as the model's own op had it."""
     replaced = 0
+    first: dict[fx.Node, Site] = {}  # by cache layer: who wrote it
+    for site in sites:
+        if site.stored:
+            first.setdefault(site.stored.slots, site)
     for site in sites:
         if site.mask is None or (site.stored and not _last_tokens(site)) or not (site.stored or site.fresh):
             continue
         if site.mask.triangles:
             continue  # only a look at the values, at each call, could say that the mask is what it was
         with gm.graph.inserting_before(site.node):
-            new = _attention(gm.graph, site)
+            shares = site.stored is not None and first[site.stored.slots] is not site
+            new = _attention(gm.graph, site, shares)
         new.meta = dict(site.node.meta)
         site.node.replace_all_uses_with(new)
         replaced += 1
@@ -61,7 +66,7 @@ def _last_tokens(site: Site) -> bool:
     return bool(site.mask.offset - (seen - queries) == 0)
 
 
-def _attention(graph: fx.Graph, site: Site) -> fx.Node:
+def _attention(graph: fx.Graph, site: Site, shares: bool) -> fx.Node:
     assert site.mask is not None
     key_mask = site.mask.key_mask
     if key_mask is not None and meta(key_mask).dtype != torch.bool:
@@ -75,6 +80,8 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
         bias = alibi_bias(graph, *site.mask.alibi, tokens, meta(site.q).device)
     if site.stored is not None:
         stored = site.stored
+        if shares and stored.departed is not None:
+            key_mask = _still_there(graph, stored.departed, site.layer, key_mask)
         k, v = _on_rows(graph, stored, (k, v))
         batch, one = expression(meta(site.q).shape[0]), expression(meta(site.q).shape[2]) == 1
         if not (
@@ -110,6 +117,16 @@ def _attention(graph: fx.Graph, site: Site) -> fx.Node:
             site.mask.chunk_start,
         ),
     )
+
+
+def _still_there(graph: fx.Graph, departed: fx.Node, layer: int, key_mask: Any) -> fx.Node:
+    """(batch, seen) bool: of the tokens in an earlier layer's cache, those that enter this layer too."""
+    there = graph.call_function(operator.ge, (departed, layer))
+    if key_mask is None:
+        return there
+    seen = graph.call_function(torch.ops.aten.sym_size.int, (departed, 1))
+    columns = graph.call_function(torch.arange, (seen,), {"device": meta(departed).device})
+    return graph.call_function(operator.and_, (there, graph.call_method("index_select", (key_mask, 1, columns))))
 
 
 def _on_rows(graph: fx.Graph, stored: Stored, ends: Sequence[fx.Node]) -> list[fx.Node]:

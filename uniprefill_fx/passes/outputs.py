@@ -100,6 +100,7 @@ def read_outputs(
     tail: frozenset[fx.Node],
     end: fx.Node,
     tokens: sympy.Symbol,
+    config: PrefillConfig,
 ) -> tuple[Output, ...]:
     """The treatment of each output.
 
@@ -112,12 +113,12 @@ def read_outputs(
         for read in node.all_input_nodes:
             if stage[read] and read is not end and token_dims(read, tokens):
                 raise refuse(Category.OUTPUT, f"the head reads `{read.name}`, a value inside the layers", "stays dense")
+    _check_cache(graph, sites, stage, tokens, config)
     outputs = []
     for node in (a for a in arguments(graph.output_node()) if isinstance(a, fx.Node)):
         if not stage[node] or not token_dims(node, tokens):
             treatment = Treatment.AS_IS
         elif _taken_from(node, slotted):
-            _check_readable(graph, sites, tokens)
             treatment = Treatment.COMPACT
         elif _taken_from(node, written):
             raise refuse(
@@ -137,21 +138,41 @@ def read_outputs(
     return tuple(outputs)
 
 
-def _check_readable(graph: fx.Graph, sites: Sequence[Site], tokens: sympy.Symbol) -> None:
-    """Refuse compact caches that a decode step could not read: it computes keys from a layer's rows, token by token.
+def _check_cache(
+    graph: fx.Graph, sites: Sequence[Site], stage: dict[fx.Node, int], tokens: sympy.Symbol, config: PrefillConfig
+) -> None:
+    """Refuse compact caches that a decode step could not read: it computes keys from the rows of one layer.
 
-    Keys that later layers share hold rows which those layers dropped.
+    A later layer that reads those rows too attends to the tokens that entered it, which `departures` tell.
     """
-    stored = [node.args[1:3] for node in graph.nodes if is_op(node, "bind_slots")]
-    rows = {node for pair in stored for node in pair}
-    read = [expansion((site.k, site.v), rows.__contains__, tokens, tokens).roots for site in sites]
-    layers = [[pair for pair in stored if set(pair) & set(roots)] for roots in read]
-    if any(len(pairs) != 1 for pairs in layers) or any(layers.count([pair]) != 1 for pair in stored):
-        raise refuse(
-            Category.CACHE,
-            "a cache of keys that several layers share",
-            "decode could not read it after a drop: a call that writes such a cache stays dense",
-        )
+    layers = [node for node in graph.nodes if is_op(node, "bind_slots")]
+    noted = {node.args[0] for node in graph.nodes if is_op(node, "departures")}
+    of_row = {row: layer for layer in layers for row in layer.args[1:3]}
+    unread = {layer for layer in layers if stage[layer]}
+    for site in sites if layers else ():
+        if not stage[site.node]:
+            continue
+        roots = expansion((site.k, site.v), of_row.__contains__, tokens, tokens).roots
+        read = {of_row[root] for root in roots}
+        shared = any(stage[layer] < stage[site.node] for layer in read)
+        if len(read) != 1 or (shared and any(layer.args[0] not in noted for layer in read)):
+            raise refuse(
+                Category.CACHE,
+                "keys of several cache layers, or of one that cannot say which tokens later layers dropped",
+                "decode could not read them: pass no cache, DynamicCache(config=model.config), or use_cache=False",
+                site.layer,
+            )
+        own = not shared and set(roots) == {site.k, site.v}
+        if config.window == "index" and not own and site.mask is not None and not site.mask.full:
+            raise refuse(
+                Category.CACHE,
+                "window='index' over keys that are computed from a cache, or shared",
+                "use window='position'",
+                site.layer,
+            )
+        unread -= read
+    if unread:
+        raise refuse(Category.CACHE, "a cache layer that no attention reads", "such a call stays dense")
 
 
 def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:

@@ -151,7 +151,7 @@ def _plan(
         raise RefusalError(refusals[-1]) if refusals else _no_site(config)
     stage = stages(graph, sites, [d.site for d in drops], tokens, tail)
     moves = crossings(graph, sites, stage, tokens, batch)
-    outputs = read_outputs(graph, sites, stage, tail, end, tokens)
+    outputs = read_outputs(graph, sites, stage, tail, end, tokens, config)
     return Plan(
         sites,
         num_layers,

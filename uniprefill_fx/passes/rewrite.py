@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.ops.cache import NEVER
 from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.outputs import Treatment
 from uniprefill_fx.passes.plan import Plan
@@ -91,7 +92,7 @@ class _Rewriter:
         site = self.site_at.get(node)
         if site is not None and site.mask is not None:
             return self._attention(site, stage)
-        if node in self.interior:
+        if node in self.interior or is_op(node, "departures"):  # departures are known at the end, see `_output`
             return None
         if is_op(node, "bind_slots"):
             if not stage:
@@ -244,9 +245,21 @@ class _Rewriter:
     # -- outputs ----------------------------------------------------------------------------------------------------
 
     def _output(self, node: fx.Node, treatment: Treatment | None) -> Any:
+        if is_op(node, "departures"):
+            return self._departures(node)
         if treatment is Treatment.RESTORE:
             return self._restored(node)
         return self.value[node, self.plan.stage[node]]
+
+    def _departures(self, node: fx.Node) -> fx.Node:
+        """By token, the layer behind which it is dropped. Padding among kept rows, slot -1, has a column that goes."""
+        behind = [drop.site.layer for drop in self.plan.drops]
+        every = self.graph.call_function(torch.full_like, (self.at(node.args[0], 0), behind[0]))
+        value = self.graph.call_function(torch.nn.functional.pad, (every, (1, 0)))
+        for stage, layer in enumerate([*behind[1:], NEVER], start=1):
+            columns = self.graph.call_function(operator.add, (self.slots[stage], 1))
+            value = self.graph.call_function(torch.scatter, (value, 1, columns, layer))
+        return self.graph.call_function(operator.getitem, (value, (slice(None), slice(1, None))))
 
     def _restored(self, node: fx.Node) -> Any:
         stage = self.plan.stage[node]

@@ -24,11 +24,13 @@ class Stored:
     Attributes:
         expansion: what computes them; its roots are views (`uniprefill::logical_view`) of the layer's rows.
         slots: which tokens those rows are. seen: how many tokens there were, a node or a number.
+        departed: the layers behind which tokens were dropped, where several layers may read this one (`ops.cache`).
     """
 
     expansion: Expansion
     slots: fx.Node
     seen: Any
+    departed: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -209,12 +211,13 @@ def _stored(mask: MaskKind, q: fx.Node, k: fx.Node, v: fx.Node) -> Stored | None
         if mask.offset == 0 or len(before) != 1:
             return None
         found = expansion((k, v), _is_view, before[0], tokens)
-    layers = {root.args[1:3] for root in found.roots}
+    layers = {(root.args[1], root.args[2], *root.args[4:5]) for root in found.roots}
     if len(layers) > 1:
         raise refuse(Category.CACHE, "keys computed from several layers of a cache", "such a layer stays dense")
-    for slots, seen in layers:
+    for slots, seen, *rest in layers:
         assert isinstance(slots, fx.Node)
-        return Stored(found, slots, seen)
+        departed = rest[0] if rest and isinstance(rest[0], fx.Node) else None
+        return Stored(found, slots, seen, departed)
     return None
 
 
