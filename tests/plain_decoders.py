@@ -274,6 +274,22 @@ class SequenceFirst(Gpt):
         return self.head(x)
 
 
+# A mask that is added before the scale, with a bound under what it hides.
+
+
+class BoundedLayer(GptLayer):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=-1))
+        low, at = torch.finfo(x.dtype).min, torch.arange(x.shape[1], device=x.device)
+        mask = torch.zeros(x.shape[1], x.shape[1], device=x.device).masked_fill(at[None, :] > at[:, None], low)
+        scores = torch.max(q @ k.transpose(-2, -1) + mask, torch.tensor(low, device=x.device)) / math.sqrt(HEAD)
+        return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Bounded(Gpt):
+    layer = BoundedLayer
+
+
 # (T, d): one sequence without a batch axis, from ids (T,); attention over (heads, T, dim).
 
 
@@ -421,6 +437,7 @@ DECODERS: dict[str, type[Any]] = {
         PostNorm,
         Triangle,
         SequenceFirst,
+        Bounded,
         Packed,
         Alibi,
         Parallel,

@@ -37,7 +37,10 @@ def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]
     fresh = [s for s in plan.sites if not s.stored]
     if not plan.prefill or not fresh:
         return
-    batch, _, length, _ = map(expression, meta(fresh[0].q).shape)
+    shapes = [shape for site in fresh if len(shape := meta(site.q).shape) == 4]
+    if not shapes:
+        return  # attention that was refused, over operands of another kind
+    batch, _, length, _ = map(expression, shapes[0])
     wanted = [int(size) for size in (length, batch) if not size.free_symbols and size > 1]
     if not wanted or length == 1:
         return

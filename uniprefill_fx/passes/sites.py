@@ -125,8 +125,9 @@ def _spelled(node: fx.Node, layer: int) -> Site | None:
         kind = MaskKind(expression(keys) - 1)
     else:
         raise refuse(Category.NON_CAUSAL, "attention without a mask", "only causal attention can drop")
-    if kind.alibi is not None and bias is not None:
-        raise refuse(Category.ATTENTION, "two biases on the attention logits", "such a layer stays dense")
+    biases = [b for b in (kind.alibi, bias) if b is not None]
+    if len(biases) > 1 or (biases and found.scaled_masks):
+        raise refuse(Category.ATTENTION, "two biases on the attention logits, or a scaled one", "it stays dense")
     return Site(
         found.out,
         q,

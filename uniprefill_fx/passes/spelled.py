@@ -31,6 +31,7 @@ class Spelled:
     Attributes:
         out: its result, (batch, heads, queries, v_dim). q, k, v: operands, (batch, heads, tokens, dim).
         scale: factor on q·k. masks: what is added or must be true, and (node, True) for masks of what is hidden.
+        scaled_masks: whether the scale is applied to what a mask adds, too.
         softcap: logits become softcap * tanh(logits / softcap). sinks: one logit a head that takes part in the softmax.
         bias: added to the logits, of keys only. interior: every node that goes away with the replacement.
     """
@@ -40,6 +41,7 @@ class Spelled:
     sinks: fx.Node | None = None
     bias: fx.Node | None = None
     masks: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    scaled_masks: bool = False
     interior: set[fx.Node] = field(default_factory=set)
     q: Any = None
     k: Any = None
@@ -130,16 +132,19 @@ def _backwards(node: Any, found: Spelled) -> None:
                 raise _unknown(node)
             found.scale *= float(args[1]) if name == "mul" else 1.0 / float(args[1])
             node = args[0]
-        elif name in ("add", "iadd") and len(args) == 2 and found.scale == 1.0:
+        elif name in ("max", "maximum") and len(args) == 2 and is_low(args[1]):
+            node = args[0]  # a bound for hidden keys
+        elif name in ("add", "iadd") and len(args) == 2 and found.softcap is None:
+            found.scaled_masks |= found.scale != 1.0
             scores, other = args if _has_product(args[0]) else args[::-1]
             if not isinstance(other, fx.Node):
                 raise _unknown(node)
             found.masks.append((other, False))
             node = scores
-        elif name == "masked_fill" and is_low(args[2]) and found.scale == 1.0:
+        elif name == "masked_fill" and is_low(args[2]) and found.scale == 1.0 and found.softcap is None:
             found.masks.append((args[1], True))
             node = args[0]
-        elif name == "where" and is_low(args[2]) and found.scale == 1.0:
+        elif name == "where" and is_low(args[2]) and found.scale == 1.0 and found.softcap is None:
             found.masks.append((args[0], False))
             node = args[1]
         else:
