@@ -45,7 +45,7 @@ def score(
         length = end - start
         if length == 0:
             continue
-        cu = torch.tensor([0, length], dtype=torch.int32, device=q.device)
+        cu = _sent(torch.tensor([0, length], dtype=torch.int32), q.device)
         own_bias = None if bias is None else bias_of_request(bias, q.shape[1], r)
         own_slots = None if slots is None else slots[r if slots.shape[0] > 1 else 0, start:end]
         rows = slice(start, end)
@@ -68,6 +68,11 @@ def score(
         scores[first : first + part.shape[0]] = part
         packed += length
     return scores
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """A few numbers of the host, on the device; an ordinary copy would wait for all that is queued there."""
+    return numbers.to(device, non_blocking=True)
 
 
 @score.register_fake
@@ -99,7 +104,7 @@ def select(
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     device = scores.device
     packed, kept_cu = packed_select(
-        scores, cu.int().to(device), prompts.to(device), block_size, last_n, sink_tokens, p, keep_ratio
+        scores, _sent(cu.int(), device), _sent(prompts, device), block_size, last_n, sink_tokens, p, keep_ratio
     )
     starts = spans[:, 0].tolist()
     if len(starts) == 1:
