@@ -17,7 +17,7 @@ from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
 
 BLOCK = 64
-ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}
 Attention = dict[str, Any]  # arguments of `slot_attention`
 
 # what differs from: 4/2 heads, bf16, a stream of 1,500 rows that were 2,300 tokens
