@@ -154,6 +154,7 @@ class Suite:
             self.prompt(subject, name, label, window, cell, todo[cell])
             if self.elapsed() > reported + 5:
                 reported = self.elapsed()
+                self.save()  # a run that is cut short loses little
                 self.say(f"    at least {fewest} prompts in each of {len(todo)} cells")
 
     def prompt(self, subject: Subject, name: str, label: str, window: str, cell: Cell, wanted: list[Setting]) -> None:
