@@ -43,6 +43,7 @@ PS = (0.999, 0.99, 0.975, 0.95, 0.9)
 LOW = (0.8, 0.6, 0.4)
 FULL = {"needle-llama": [*range(8)], "needle-gemma3": [2, 5, 8], "needle-qwen3-next": [3, 7]}
 PAIRS = (1, 16, 64)
+TRAINED = 16_384  # tokens; the checkpoints saw none longer
 
 
 def own(*ps: float) -> list[Setting]:
@@ -201,6 +202,36 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: list[Row]) -> str:
+    """The rows of prompts within trained lengths, pooled over cells; and the goal for the default options."""
+    pooled: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.tokens <= TRAINED and row.setting != "dense":
+            pooled.setdefault((row.model, row.layers, row.window, row.place, row.setting), []).append(row)
+    lines = [
+        f"{'model':<18}{'layers':<7}{'window':<9}{'place':<6}{'selection':<24}{'prompts':>8}{'right %':>9}{'lost':>6}"
+        f"{'gained':>7}{'mean KL':>10}{'work':>6}{'dropped':>9}"
+    ]
+    for key, group in sorted(pooled.items()):
+        n = sum(row.n for row in group)
+        total = {name: sum(getattr(row, name) for row in group) for name in ("exact", "lost", "gained", "gone")}
+        kl, work = (sum(getattr(row, name) for row in group) / n for name in ("kl_sum", "work_sum"))
+        lines.append(
+            f"{key[0]:<18}{key[1]:<7}{key[2]:<9}{key[3]:<6}{key[4]:<24}{n:>8}{100 * total['exact'] / n:>9.1f}"
+            f"{total['lost']:>6}{total['gained']:>7}{kl:>10.5f}{work:>6.2f}{total['gone'] / n:>9.0%}"
+        )
+    wanted = ("auto", "position", "p=0.99", "in")
+    default = [r for r in rows if (r.layers, r.window, r.setting, r.place) == wanted and r.tokens <= TRAINED]
+    if default:
+        points = max((100 * (row.lost - row.gained) / row.n for row in default), default=0.0)
+        kl = max(row.kl_sum / row.n for row in default)
+        lines.append(
+            f"Default options (p=0.99, auto), worst of {len(default)} cells: {points:.1f} points below dense (goal 0.5),"
+            f" mean KL {kl:.5f} (goal 0.01)"
+        )
+    return "\n".join(lines)
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written and read again")
@@ -226,7 +257,10 @@ def main(argv: list[str] | None = None) -> None:
     suite = Suite(args)
     if not args.table:
         suite.run()
-    print(table(list(suite.rows.values())))
+    rows = [row for row in suite.rows.values() if row.n]
+    print(table(rows))
+    print()
+    print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ class Row:
 
     def add(self, prompt: Prompt, got: Answer, dense: Answer) -> None:
         exact, was = got.tokens == prompt.answer, dense.tokens == prompt.answer
-        kl = float((dense.logprobs.exp() * (dense.logprobs - got.logprobs)).sum())
+        kl = max(0.0, float((dense.logprobs.exp() * (dense.logprobs - got.logprobs)).sum()))  # but for rounding
         self.n += 1
         self.exact += exact
         self.right += sum(a == b for a, b in zip(got.tokens, prompt.answer, strict=True))

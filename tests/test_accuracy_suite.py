@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,8 @@ def test_table_and_going_on(
     """A second run adds prompts to the first one's; the table has a row for each setting that ran."""
     folder(NAME)
     seen: list[int] = []
+    low, high = 1 / (1 + math.e), math.e / (1 + math.e)
+    kl = 0.5 * math.log(0.5 / low) + 0.5 * math.log(0.5 / high)
 
     class Fake:
         def __init__(self, *_: Any) -> None: ...
@@ -159,7 +162,11 @@ def test_table_and_going_on(
     for rounds in ("1", "3"):
         suite.main(["--out", str(out), "--small", "--models", NAME, "--variants", "auto", "--rounds", rounds])
     assert len(seen) == 6 and len(set(seen)) == 6  # three prompts for each of two cells
-    (line,) = [line for line in capsys.readouterr().out.split("\n\n")[-1].splitlines()[-60:] if "p=0.975" in line][-1:]
+    *_, rows, pooled = capsys.readouterr().out.split("\n\n")
+    line = [line for line in rows.splitlines() if "p=0.975" in line][-1]  # the second run's table comes last
     cells = line.split()
     assert cells[3:10] == ["p=0.975", "1024", "16", "in", "3", "0.0", "100.0"] and cells[10] == "3"
     assert cells[-2:] == ["3:0.25", "(3/3)"]
+    (line,) = [line for line in pooled.splitlines() if " p=0.95 " in line and " in " in line]
+    assert line.split()[5:] == ["3", "0.0", "3", "0", f"{kl:.5f}", "0.50", "100%"]
+    assert f"100.0 points below dense (goal 0.5), mean KL {kl:.5f}" in pooled.splitlines()[-1]
