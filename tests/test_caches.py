@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import compiled
+from cases import LLAMA_FIRST, compiled
 from eager_reference import EagerReference
-from exactness import assert_dropped, assert_near
+from exactness import Compiled, assert_differs, assert_dropped, assert_near
 from tiny import tiny_llama, token_ids
 from torch import Tensor
 from transformers.cache_utils import Cache, QuantizedLayer
@@ -92,3 +92,76 @@ def test_assisted_decoding(how: str) -> None:
     done = uniprefill_fx.last_call()
     assert done is not None and got.sequences.shape == (1, 306)
     assert_dropped(done)
+
+
+def rescored(model: Compiled, ids: Tensor, sequence: Tensor) -> Tensor:
+    """(steps, vocabulary): the reference's logits before each generated token of one sequence."""
+    logits = [model.reference.prefill(ids).last_logits[:, -1]]
+    for token in sequence[ids.shape[1] : -1]:
+        logits.append(model.reference.step(token.view(1, 1))[:, -1])
+    return torch.cat(logits)
+
+
+def assert_same_for_each_request(requests: int) -> None:
+    """Copies of one prompt keep the same rows."""
+    done = uniprefill_fx.last_call()
+    assert done is not None
+    assert_dropped(done)
+    for layer, kept in done.kept.items():
+        rows = kept.view(requests, -1)
+        assert torch.equal(rows, rows[:1].expand_as(rows)), f"kept set after layer {layer}"
+
+
+@pytest.mark.parametrize("name", LLAMA_FIRST)
+def test_beams_carry_their_own_rows(name: str) -> None:
+    """The score of each returned beam is that of its tokens: a cache reordered wrongly would sum others."""
+    model, ids = compiled(name), token_ids(300)
+    got = model.generate(ids, 6, num_beams=3, num_return_sequences=3, output_scores=True, length_penalty=0.0)
+    assert_same_for_each_request(3)
+    assert len({tuple(sequence.tolist()) for sequence in got.sequences}) == 3
+    for sequence, score in zip(got.sequences, got.sequences_scores, strict=True):
+        likely = rescored(model, ids, sequence).log_softmax(-1)
+        want = likely.gather(1, sequence[300:, None]).sum()
+        assert_near(score, want, 1e-3)
+    dense = model.dense(ids, logits_to_keep=1).logits[:, -1]
+    assert_differs(got.logits[0][:1], dense)
+
+
+@pytest.mark.parametrize("name", LLAMA_FIRST)
+def test_several_samples_of_one_prompt(name: str) -> None:
+    model, ids = compiled(name), token_ids(300)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        got = model.model.generate(
+            ids,
+            max_new_tokens=5,
+            do_sample=True,
+            num_return_sequences=3,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    assert_same_for_each_request(3)
+    assert len({tuple(sequence.tolist()) for sequence in got.sequences}) == 3
+    for row, sequence in enumerate(got.sequences):
+        ours = torch.stack([step[row] for step in got.logits])
+        assert_near(ours, rescored(model, ids, sequence))
+
+
+@pytest.mark.parametrize("name", LLAMA_FIRST)
+def test_a_prompt_that_is_prefilled_once_and_continued_many_times(name: str) -> None:
+    model, ids = compiled(name), token_ids(300)
+    out, done = model.prefill(ids, logits_to_keep=1)
+    assert_dropped(done)
+    cache = out.past_key_values
+    cache.batch_repeat_interleave(2)
+    endings = torch.cat([token_ids(3, seed) for seed in (1, 2)])
+    with torch.inference_mode():
+        got = model.model(endings, past_key_values=cache).logits
+        swapped = torch.cat([token_ids(1, seed) for seed in (3, 4)])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        later = model.model(swapped, past_key_values=cache).logits
+    for row in range(2):
+        model.reference.prefill(ids)
+        assert_near(got[row : row + 1], model.reference.step(endings[row : row + 1]))
+        assert_near(later[1 - row : 2 - row], model.reference.step(swapped[1 - row : 2 - row]))

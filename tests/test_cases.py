@@ -128,6 +128,30 @@ def test_case_09_position_ids_of_three_axes() -> None:
         assert_differs(want.logits, reference.run(ids, length, LLAMA_SPEC).logits)  # the positions matter
 
 
+@pytest.mark.parametrize("name", LLAMA_FIRST)
+@pytest.mark.parametrize("pads", [(33, 0), (0, 65), (10, 31, 1)], ids=str)
+def test_case_10_left_padding(name: str, pads: tuple[int, ...]) -> None:
+    """Rows that see nothing but padding: finite, never kept, and each request is generated as if it were alone."""
+    model, length = compiled(name), 200
+    ids = torch.cat([token_ids(length, seed=row) for row in range(len(pads))])
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    got = model.generate(ids, 4, attention_mask=mask)
+    done = uniprefill_fx.last_call()
+    assert done is not None
+    assert_dropped(done)
+    for layer, kept in done.kept.items():
+        bounds = done.cu_seqlens[layer]
+        assert all(int(kept[bounds[row]]) >= pad for row, pad in enumerate(pads))
+    for row, pad in enumerate(pads):
+        tokens, logits = model.reference.generate(ids[row : row + 1, pad:], 4)
+        assert torch.equal(got.sequences[row : row + 1, length:], tokens)
+        for ours, theirs in zip(got.logits, logits, strict=True):
+            assert torch.isfinite(ours).all()
+            assert_near(ours[row : row + 1], theirs)
+
+
 @pytest.mark.parametrize("name", BUILD)
 def test_case_12_a_static_cache_longer_than_the_prompt_stays_dense(name: str) -> None:
     model, ids = compiled(name), token_ids(100)

@@ -141,7 +141,7 @@ def test_no_grad_in_place_of_inference_mode(tiny: Compiled) -> None:
     assert_near(got, tiny.expected(ids).last_logits)
 
 
-# generate() where the prompt runs dense, and beams
+# generate() where the prompt runs dense
 
 
 def check_dense_generate(tiny: Compiled, ids: Tensor, **call: Any) -> None:
@@ -174,22 +174,6 @@ def test_dense_batches_generate_as_the_stock_model(tiny: Compiled, pads: tuple[i
 
 def test_dense_beams(tiny: Compiled) -> None:
     check_dense_generate(tiny, token_ids(100), num_beams=3)
-
-
-@torch.inference_mode()
-def test_beams_on_a_compact_cache(tiny: Compiled) -> None:
-    """The score of the best beam is what the reference gives to its tokens, one by one."""
-    ids, steps = token_ids(100), 6
-    got = tiny.generate(ids, steps, num_beams=3, output_scores=True)
-    call = uniprefill_fx.last_call()
-    assert call is not None
-    assert_dropped(call)
-    tokens, total = got.sequences[0, 100:], 0.0
-    logits = tiny.expected(ids).last_logits
-    for token in tokens:
-        total += float(logits[0, -1].log_softmax(-1)[token])
-        logits = tiny.reference.step(token.reshape(1, 1))
-    assert abs(float(got.sequences_scores[0]) - total / steps) < 1e-4
 
 
 def test_the_cache_of_an_eager_prompt_continues(tiny: Compiled) -> None:
