@@ -226,8 +226,8 @@ def summary(rows: list[Row]) -> str:
         points = max((100 * (row.lost - row.gained) / row.n for row in default), default=0.0)
         kl = max(row.kl_sum / row.n for row in default)
         lines.append(
-            f"Default options (p=0.99, auto), worst of {len(default)} cells: {points:.1f} points below dense (goal 0.5),"
-            f" mean KL {kl:.5f} (goal 0.01)"
+            f"Default options (p=0.99, auto), worst of {len(default)} cells: {points:.1f} points below dense (goal "
+            f"0.5), mean KL {kl:.5f} (goal 0.01)"
         )
     return "\n".join(lines)
 

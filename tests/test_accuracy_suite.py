@@ -167,6 +167,6 @@ def test_table_and_going_on(
     cells = line.split()
     assert cells[3:10] == ["p=0.975", "1024", "16", "in", "3", "0.0", "100.0"] and cells[10] == "3"
     assert cells[-2:] == ["3:0.25", "(3/3)"]
-    (line,) = [line for line in pooled.splitlines() if " p=0.95 " in line and " in " in line]
+    (line,) = [line for line in pooled.splitlines() if line.split()[3:6] == ["in", "p=0.95", "3"]]
     assert line.split()[5:] == ["3", "0.0", "3", "0", f"{kl:.5f}", "0.50", "100%"]
     assert f"100.0 points below dense (goal 0.5), mean KL {kl:.5f}" in pooled.splitlines()[-1]
