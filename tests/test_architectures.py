@@ -222,3 +222,23 @@ def test_keys_that_later_layers_share() -> None:
         assert_near(torch.cat(logits, dim=1)[0], want.logits)
         assert_differs(logits[-1][0], stock(ids).logits[0, -1:])
     assert_cache_holds(cache, model.config, want.rows, 2)
+
+
+@pytest.mark.parametrize("name", ["llama4", *(pytest.param(n, marks=SLOW) for n in ("gemma3n", "deepseek_v3"))])
+def test_a_left_padded_batch_equals_runs_of_one(name: str) -> None:
+    """What is read by column (chunks, keys that layers share) begins behind each request's padding."""
+    subject, lengths = Subject(name), LENGTHS[:2]
+    ids = torch.zeros(2, max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = prompt_ids(length), 1
+    steps: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    steps |= {"output_logits": True, "return_dict_in_generate": True}
+    got = subject.model.generate(ids, attention_mask=mask, **steps)
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.dropped
+    for row, length in enumerate(lengths):
+        want = subject.model.generate(prompt_ids(length), **steps)
+        call = uniprefill_fx.last_call()
+        assert call is not None and call.dropped
+        assert_near(torch.stack(got.logits)[:, row], torch.stack(want.logits)[:, 0])

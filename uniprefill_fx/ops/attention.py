@@ -95,6 +95,8 @@ def attention(
     terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
     bounds = [] if spans is None else [tuple(span) for span in spans.tolist()]
+    if bounds and k_slots is None and any(term is not None for term in (chunk, key_mask, bias, segments)):
+        q_slots = k_slots = torch.arange(keys, device=k.device)[None]  # by column: a request may begin behind padding
     own_slots = batch > 1 and k_slots is not None and k_slots.shape[0] > 1
     if bounds and not terms.masked and bias is None and bounds == [(0, keys)] * batch:
         out = attend(q, k, v, None, None, *terms)  # order is all that counts, and is the same for all requests
