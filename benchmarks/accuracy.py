@@ -143,14 +143,15 @@ class Suite:
     def variant(self, name: str, label: str, layers: Any, window: str, until: float) -> None:
         """Prompts for one compilation: the cell with the fewest so far comes next, until the time is up."""
         todo = {c: s for c in self.cells(name) if (s := settings(label, window, c, self.args.small))}
-        if not todo:
+        if not todo or self.elapsed() > self.args.budget:
             return
         subject = Subject(name, layers, window, self.args.device, self.args.inner_backend)
         reported, fewest = self.elapsed(), 0
         while fewest < self.args.rounds:
             cell = min(todo, key=lambda c: self.row(name, label, window, "dense", c).n)
             fewest = self.row(name, label, window, "dense", cell).n
-            if fewest >= self.args.rounds or (self.elapsed() > until and fewest > 0):
+            late = self.elapsed() > (until if fewest > 0 else self.args.budget)
+            if fewest >= self.args.rounds or late:
                 break
             self.prompt(subject, name, label, window, cell, todo[cell])
             if self.elapsed() > reported + 5:
@@ -239,7 +240,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(FULL), choices=list(FULL))
     parser.add_argument("--lengths", type=int, nargs="+", help="prompt tokens (1K to 16K, and 32K for Gemma-3)")
     parser.add_argument("--variants", nargs="+", default=["auto", "all", "first"], help="drop layers (%(default)s)")
-    parser.add_argument("--budget", type=float, default=420, help="seconds; each cell gets one prompt in any case")
+    parser.add_argument(
+        "--budget", type=float, default=420, help="seconds; a cell that got no prompt comes first in the next run"
+    )
     parser.add_argument("--rounds", type=int, help="most prompts in a cell (default: as many as fit)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--inner-backend", default="eager", help="compiles the pieces (default: %(default)s)")

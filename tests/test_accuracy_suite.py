@@ -161,6 +161,7 @@ def test_table_and_going_on(
     out = tmp_path / "accuracy.json"
     for rounds in ("1", "3"):
         suite.main(["--out", str(out), "--small", "--models", NAME, "--variants", "auto", "--rounds", rounds])
+    suite.main(["--out", str(out), "--small", "--models", NAME, "--variants", "auto", "--budget", "0"])  # no time: none
     assert len(seen) == 6 and len(set(seen)) == 6  # three prompts for each of two cells
     *_, rows, pooled = capsys.readouterr().out.split("\n\n")
     line = [line for line in rows.splitlines() if "p=0.975" in line][-1]  # the second run's table comes last

@@ -34,7 +34,7 @@ def test_links(page: Path) -> None:
         assert source.count(f"[start:{name}]") == source.count(f"[end:{name}]") == 1
 
 
-def test_pages_are_in_the_navigation() -> None:
+def test_pages_of_the_navigation_exist() -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
     def files(entries: object) -> list[str]:
@@ -44,7 +44,7 @@ def test_pages_are_in_the_navigation() -> None:
         assert not isinstance(values, str | int)
         return [file for value in values for file in files(value)]  # type: ignore[attr-defined]
 
-    assert sorted(files(settings["nav"])) == [page.name for page in PAGES[1:]]
+    assert set(files(settings["nav"])) <= {page.name for page in PAGES[1:]}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
