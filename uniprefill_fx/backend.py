@@ -28,6 +28,7 @@ from uniprefill_fx.passes.lower import lower_attention
 from uniprefill_fx.passes.plan import Plan, make_plan
 from uniprefill_fx.passes.products import write_products
 from uniprefill_fx.passes.propagate import propagate
+from uniprefill_fx.passes.ranks import find_ranks
 from uniprefill_fx.passes.rewrite import rewrite
 from uniprefill_fx.passes.sites import find_sites
 from uniprefill_fx.passes.split import split_at_selections
@@ -152,7 +153,7 @@ def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | Non
             "a piece behind a graph break, whose layers have no names",
             "which layers these are cannot be told: take the break out, or make the layers an nn.ModuleList",
         )
-    return None
+    return find_ranks(gm.graph)
 
 
 def _lower(gm: fx.GraphModule) -> fx.GraphModule:
