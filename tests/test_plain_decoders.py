@@ -157,6 +157,26 @@ def test_a_mask_that_is_written_in_place_is_not_taken_for_what_it_was() -> None:
     dense_because(model, ids_for("prefix", 300), "mask-not-understood")
 
 
+class Pairs(Gpt):
+    """Positions that are halved and rounded down: a token sees the one behind it too, if they are a pair."""
+
+    class layer(GptLayer):
+        def attend(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=-1))
+            pair = (torch.arange(x.shape[1], device=x.device) / 2).long()
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pair[None, :] <= pair[:, None])
+            return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def test_rounding_in_a_mask_is_not_overlooked() -> None:
+    model = build(Pairs)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    got, call = run(model, ids_for("pairs", 300))
+    assert not call.dropped and call.reason is not None, str(call)
+    with torch.inference_mode():
+        assert_near(got, model.forward(ids_for("pairs", 300)))
+
+
 class Counting(SequenceFirst):
     """Each layer counts its calls in a buffer, beside attention that is brought into another form."""
 

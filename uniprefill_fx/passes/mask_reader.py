@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.mask_numbers import as_number, choose, compared, constant, scalar, truth, visible
+from uniprefill_fx.passes.mask_numbers import as_number, cases, choose, compared, constant, scalar, truth, visible
 from uniprefill_fx.passes.triangles import MARK
 from uniprefill_fx.passes.values import aliases, expression, meta, name_of, shape, written_nodes
 
@@ -116,7 +116,10 @@ class MaskReader:
             return -inner if name == "neg" else sympy.Abs(inner)
         if name in CASTS and isinstance(args[0], fx.Node) and meta(args[0]).ndim == ndim:
             inner = self.node(args[0])
-            return truth(inner) if meta(node).dtype == torch.bool else inner
+            if meta(node).dtype == torch.bool:
+                return truth(inner)
+            cut = meta(args[0]).is_floating_point() and not meta(node).is_floating_point()
+            return None if cut and not all(x.is_integer for x, _ in cases(as_number(inner))) else inner
         if name in ("tril", "triu") and isinstance(args[0], fx.Node):
             row, column = AXES[ndim - 2], AXES[ndim - 1] - _diagonal(node)
             inside = sympy.Le(column, row) if name == "tril" else sympy.Ge(column, row)
