@@ -47,7 +47,7 @@ def check_prefill(model: Compiled, ids: Tensor, **call: Any) -> Any:
 def check_dense(model: Compiled, ids: Tensor, reason: str) -> None:
     """The stock model's logits, and why."""
     out, done = model.prefill(ids, logits_to_keep=1)
-    assert not done.dropped and done.reason is not None and done.reason.category.value == reason
+    assert not done.dropped and done.reason is not None and done.reason.category.value == reason, str(done)
     assert_near(out.logits, model.dense(ids, logits_to_keep=1).logits)
 
 
