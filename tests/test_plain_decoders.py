@@ -63,6 +63,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_decoder(name: str, dynamic: bool | None) -> None:
     """Kept rows equal a run without the dropped keys, dropped rows show the state they were frozen in."""
+    if name == "torchlayers" and torch.__version__ < "2.12":
+        pytest.skip("Dynamo of torch 2.11 breaks the graph at an encoder layer's fused op when the length is a symbol")
     model, untouched = build(name), build(name)
     model.compile(backend="uniprefill", dynamic=dynamic, options=options_of(SPEC))
     for length in LENGTHS:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from uniprefill_fx import frontends
 from uniprefill_fx.api import warn_of_lost_generate
@@ -98,8 +99,9 @@ def _compile_graph(
         raise TraceAgain("a library was imported since the backend was loaded")
     write_constants(gm)
     remove_in_place(gm)
-    expand_layer_ops(gm)
-    write_products(gm)
+    with enable_python_dispatcher():  # otherwise composite ops are taken apart in C++, where some fix symbolic sizes
+        expand_layer_ops(gm)
+        write_products(gm)
     mark_triangles(gm, example_inputs)
     blocked = _blocked(gm, example_inputs)
     plan = make_plan(gm, config, blocked)
