@@ -97,3 +97,9 @@ def test_bad_options(options: dict[str, Any], part: str) -> None:
 def test_list_of_another_length(model: Any) -> None:
     with pytest.raises(OptionError, match="The list has 3 values, and there are 2 drop layers"), override(p=[0.9] * 3):
         run(model)
+
+
+def test_rows_that_are_shown_stay(model: Any) -> None:
+    """The last rows of a call that shows no others are kept by `last_n`: fewer must not be, silently."""
+    with pytest.raises(OptionError, match="option 'last_n': got 8; allowed: 16 or more"), override(last_n=8):
+        run(model)

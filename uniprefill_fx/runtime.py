@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from uniprefill_fx.config import OptionError
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.outputs import Exposure
@@ -163,6 +164,13 @@ class Prefill:
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.spans: spans}
         kept: list[tuple[Tensor, Tensor]] = []
         changed = changes(int(args[self.count_input]), self.auto_blocks)
+        if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.last_n) < self.plan.last_n:
+            raise OptionError(
+                "last_n",
+                changed["last_n"],
+                f"{self.plan.last_n} or more, as the model was compiled with",
+                "Only the last rows are asked for, and fewer of them would be kept: compile with a smaller last_n.",
+            )
         spoiled: Refusal | None = None
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]

@@ -61,6 +61,7 @@ class Plan:
         batch: 1, or the symbol of the number of prompts. mixed: values of kept rows whose padding has to be cleared.
         segments: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
         triangles: placeholders of masks: their values must stay what they were for the plan to hold.
+        last_n: how many last rows always stay; outputs that show last rows only were checked against it.
     """
 
     sites: tuple[Site, ...]
@@ -81,6 +82,7 @@ class Plan:
     triangles: tuple[fx.Node, ...] = ()
     batch: sympy.Expr = sympy.S.One
     mixed: frozenset[fx.Node] = frozenset()
+    last_n: int = 0
     past: bool = False
 
     @property
@@ -171,6 +173,7 @@ def _plan(
         tuple(dict.fromkeys(t for s in sites if s.mask for t in sorted(s.mask.triangles))),
         batch,
         mixed_along(graph, sites, stage, tokens, batch),
+        config.last_n,
     )
 
 
