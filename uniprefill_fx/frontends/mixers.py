@@ -30,7 +30,8 @@ def register_mixer(
     The function mixes tokens causally along one token axis. Behind a drop it gets the kept rows alone, as neighbours.
 
     Args:
-        function: a function, or a method as `Class.method`, of tensors, numbers, strings, None, and tuples of those;
+        function: a function, or a method as `Class.method`, of tensors, numbers, strings, dtypes, None, and tuples
+            of those other than tensors;
             returns a tensor, or a tuple of tensors and None. It may be disabled for the compiler.
         shapes: the name of the argument whose shape and dtype the result has, or one name for each result; or
             (arguments by name) -> [(shape, dtype) or None] of the results. Sizes may be symbolic: use `tensor.shape`,
