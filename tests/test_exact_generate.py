@@ -19,6 +19,11 @@ import uniprefill_fx
 CASES = [Case(name, DropSpec(TWO_LAYERS[name], p=(0.9, 0.8), **SHARP), label="sharp") for name in NAMES]
 WINDOW, PROMPT, STEPS = 32, 150, 70
 CHECKPOINTS = pytest.mark.parametrize("compiled", CASES, indirect=True, ids=str)
+HYBRIDS_FIRST = pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(c, id=str(c), marks=pytest.mark.slow if "llama" in c.name else ()) for c in CASES],
+    indirect=True,
+)
 GEMMA_FIRST = pytest.mark.parametrize(  # the other checkpoints are slow tests
     "compiled",
     [pytest.param(c, id=str(c), marks=() if "gemma" in c.name else pytest.mark.slow) for c in CASES],
@@ -48,7 +53,7 @@ def check_generate(compiled: Compiled, ids: Tensor, steps: int, **call: Any) -> 
     assert_differs(got.logits[0], compiled.dense(ids, logits_to_keep=1).logits[:, -1])
 
 
-@CHECKPOINTS
+@HYBRIDS_FIRST
 def test_generate(compiled: Compiled) -> None:
     check_generate(compiled, needle_ids(1111), 12)
 
@@ -87,7 +92,8 @@ def test_drafted_tokens_a_second_turn_and_decoding_after_it(tiny: Compiled) -> N
     _turns(tiny, token_ids(PROMPT), [token_ids(n, seed=n) for n in (1, 5, 1, 60, 1, 1, 3)])
 
 
-@GEMMA_FIRST
+@pytest.mark.slow
+@CHECKPOINTS
 def test_turns_of_a_checkpoint(compiled: Compiled) -> None:
     """A step, five drafted tokens, a turn of 200, and decoding on."""
     _turns(compiled, needle_ids(700), [needle_ids(n, seed=4) for n in (1, 5, 200, 1, 1)])

@@ -127,7 +127,7 @@ def test_a_compact_cache_handed_to_others_is_refused_or_answered_exactly(prompt:
         assert_near(model(more, past_key_values=untouched).logits, want)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_cache_that_holds_every_token_works_with_others(prompt: Any, how: str) -> None:
     model, _, build = prompt
     ids = token_ids(300)

@@ -167,7 +167,9 @@ FORWARD = (
 )
 
 
-@pytest.mark.parametrize(("statement", "warned"), [(WARNED, True), (SILENT, False), (FORWARD, False)])
+@pytest.mark.parametrize(
+    ("statement", "warned"), [(WARNED, True), (SILENT, False), pytest.param(FORWARD, False, marks=pytest.mark.slow)]
+)
 def test_nothing_is_imported_first_and_a_wrapper_that_loses_generate_warns(statement: str, warned: bool) -> None:
     """torch finds the backend by its entry point; `torch.compile(model).generate` would never reach it."""
     code = SCRIPT.format(options=OPTIONS, statement=statement)
