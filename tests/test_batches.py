@@ -174,6 +174,34 @@ def test_several_tokens_after_a_batch(tiny: Compiled) -> None:
         assert_near(got[r : r + 1], reference.step(more[r : r + 1]))
 
 
+@torch.inference_mode()
+def test_a_cache_cut_inside_its_prompts_decodes_on(tiny: Compiled) -> None:
+    """Requests hold different numbers of rows behind the cut, and lose all of them."""
+    prompts, cut = prompts_of("tiny", (150, 97)), 110
+    batch = positions(padded(prompts, "left"))
+    out, _ = tiny.prefill(**batch, logits_to_keep=1)
+    cache = out.past_key_values
+    cache.crop(cut - 150)
+    more = torch.cat([token_ids(3, seed=r) for r in range(2)])
+    mask = torch.cat([batch["attention_mask"][:, :cut], torch.ones_like(more)], 1)
+    place = mask.cumsum(1)[:, -3:] - 1
+    got = tiny.model(more, attention_mask=mask, position_ids=place, past_key_values=cache).logits
+    lost = []  # rows of the last layer
+    for r, prompt in enumerate(prompts):
+        reference, own = EagerReference(tiny.stock, tiny.spec), cut - int((batch["attention_mask"][r] == 0).sum())
+        reference.prefill(prompt)
+        reference._seen = own
+        for store in reference._stores:
+            assert store is not None
+            at = store.positions < own
+            gone = int((~at).sum())
+            store.keys, store.values = store.keys[:, :, at], store.values[:, :, at]
+            store.positions, store.labels = store.positions[at], store.labels[at]
+        lost.append(gone)
+        assert_near(got[r : r + 1], reference.step(more[r : r + 1]))
+    assert lost[0] != lost[1]  # otherwise one cut of columns does
+
+
 def test_compilations_do_not_grow_with_batches_and_lengths() -> None:
     compiled = Compiled(Case("tiny", LLAMA), tiny_llama(), tiny_llama())
     counters.clear()

@@ -109,9 +109,18 @@ class SlottedLayer(DynamicLayer):
             return
         assert self.keys is not None and self.values is not None
         assert self.slots is not None and self.timeline is not None
-        rows = int((self.slots < keep).sum(-1).max())  # padding comes first, and later tokens are in all requests
-        self.keys, self.values = self.keys[:, :, :rows], self.values[:, :, :rows]
-        self.slots = self.slots[:, :rows]
+        own = (self.slots < keep).sum(-1, keepdim=True)  # padding comes first
+        rows = int(own.max())
+        if rows == int(own.min()):
+            self.keys, self.values = self.keys[:, :, :rows], self.values[:, :, :rows]
+            self.slots = self.slots[:, :rows]
+        else:  # inside a prompt, requests hold different numbers of rows before the cut: padding takes up the slack
+            source = torch.arange(rows, device=own.device) + (own - rows)
+            padding, source = source < 0, source.clamp(min=0)
+            self.slots = self.slots.gather(1, source).masked_fill(padding, -1)
+            request = torch.arange(source.shape[0], device=own.device)[:, None]
+            self.keys = self.keys.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
+            self.values = self.values.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
         self.timeline = self.timeline[:keep]
         if self.departed is not None:
             self.departed = self.departed[:, :keep]
