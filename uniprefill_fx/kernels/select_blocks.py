@@ -160,14 +160,15 @@ def select_blocks(
         block_size, last_n, sink_tokens: in tokens. p, keep_ratio: one of them in (0, 1], the other None.
 
     Returns:
-        rows: (kept,) int64, ascending, into the packed stream; cu_seqlens of the kept stream, (requests + 1,) int32.
-        Their number is the one thing the host waits for, after everything is queued.
+        rows: (kept,) int64, ascending, into the packed stream; cu_seqlens of the kept stream, (requests + 1,) int32, on
+        the CPU: it is the one thing the host waits for, after everything is queued.
     """
     fraction = _check(block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio)
     rows, kept_cu_seqlens = queue_selection(
         block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, fraction, keep_ratio is not None
     )
-    return rows[: int(kept_cu_seqlens[-1])], kept_cu_seqlens
+    bounds = kept_cu_seqlens.cpu()
+    return rows[: int(bounds[-1])], bounds
 
 
 def queue_selection(
@@ -254,7 +255,7 @@ def select_blocks_reference(
         stays = torch.isin(row // block_size, order[taken]) | (row < sink_tokens) | (row >= length - last_n)
         kept_rows.append(start + row[stays])
         kept_bounds.append(kept_bounds[-1] + len(kept_rows[-1]))
-    return torch.cat(kept_rows), torch.tensor(kept_bounds, dtype=torch.int32, device=cu_seqlens.device)
+    return torch.cat(kept_rows), torch.tensor(kept_bounds, dtype=torch.int32)
 
 
 def _check(

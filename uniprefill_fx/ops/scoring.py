@@ -153,7 +153,7 @@ def select_reference(
         keep[start : min(end, start + sink_tokens)] = True
         keep[max(start, end - last_n) : end] = True
     before = torch.nn.functional.pad(keep.cumsum(0, dtype=torch.int32), (1, 0))
-    return keep.nonzero().squeeze(1), before[cu_seqlens.long()]
+    return keep.nonzero().squeeze(1), before[cu_seqlens.long()].cpu()
 
 
 packed_select = torch.library.custom_op("uniprefill::packed_select", select_reference, mutates_args=())
