@@ -69,7 +69,7 @@ def measure(name: str) -> dict[str, Any]:
             assert_dropped_as(call, want, subject.arch, length)
         compare("prompts", got, want.logits)
     row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    (plan,) = {id(c.plan): c.plan for c in watch.found if c.plan.prefill}.values() or (None,)
+    plan = next((c.plan for c in reversed(watch.found) if c.plan.prefill), None)
     kinds = {s.layer: str(s.mask) if s.mask else "not understood" for s in plan.sites} if plan else {}
     row["sites"] = [kinds.get(layer, "-") for layer in range(plan.num_layers)] if plan else []
     row["dropped_after"] = list(call.kept)
@@ -84,7 +84,8 @@ def measure(name: str) -> dict[str, Any]:
     try:
         with torch.inference_mode():
             place = (mask.cumsum(1) - 1).clamp(min=0)
-            given = {"position_ids": place} if "position_ids" in _parameters(subject.model) else {}
+            given: dict[str, Any] = {"position_ids": place} if "position_ids" in _parameters(subject.model) else {}
+            given |= {"logits_to_keep": 1} if subject.last_only else {}
             logits = subject.model(ids, attention_mask=mask, **given).logits[:, -1]
         call = uniprefill_fx.last_call()
         assert call is not None
