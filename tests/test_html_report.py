@@ -122,6 +122,7 @@ def test_batches_have_a_map_each() -> None:
 
 
 def test_refusals_are_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     found = uniprefill_fx.explain(tiny_gemma3(layers=2, layer_types=["sliding_attention"] * 2), token_ids(64))
     found.to_html(tmp_path / "report.html")
     data = json.loads(Page((tmp_path / "report.html").read_text(encoding="utf-8")).data)

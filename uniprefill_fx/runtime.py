@@ -164,12 +164,12 @@ class Prefill:
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.spans: spans}
         kept: list[tuple[Tensor, Tensor]] = []
         changed = changes(int(args[self.count_input]), self.auto_blocks)
-        if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.last_n) < self.plan.last_n:
+        if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.shown) < self.plan.shown:
             raise OptionError(
                 "last_n",
                 changed["last_n"],
-                f"{self.plan.last_n} or more, as the model was compiled with",
-                "Only the last rows are asked for, and fewer of them would be kept: compile with a smaller last_n.",
+                f"{self.plan.shown} or more in this call",
+                "So many of the last rows are asked for, and fewer of them would be kept.",
             )
         spoiled: Refusal | None = None
         for (piece, run), released in zip(self.steps, self.released, strict=True):

@@ -184,6 +184,12 @@ def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:
     return True
 
 
+def rows_shown(tail: frozenset[fx.Node], tokens: sympy.Symbol, last_n: int) -> int:
+    """How many of the last rows the tail takes, at most `last_n`: so many must stay."""
+    taken = [node for node in tail if _last_rows(node, tokens, last_n)]
+    return next((k for k in range(last_n + 1) if all(_last_rows(node, tokens, k) for node in taken)), last_n)
+
+
 def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
     """Whether a node takes only rows that always stay, x[:, -k:] or x[:, [-k]], k <= last_n, along the token axis."""
     if name_of(node) != "getitem" or not isinstance(node.args[0], fx.Node):

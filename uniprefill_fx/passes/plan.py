@@ -16,7 +16,7 @@ from torch import fx
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.passes.ending import check_ending, in_layers, layers_root
-from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_outputs, tail_of
+from uniprefill_fx.passes.outputs import Exposure, Output, exposure_of, read_outputs, rows_shown, tail_of
 from uniprefill_fx.passes.requests import mixed_along
 from uniprefill_fx.passes.sites import Site, find_sites, token_count
 from uniprefill_fx.passes.stages import Crossing, crossings, stages
@@ -61,7 +61,7 @@ class Plan:
         batch: 1, or the symbol of the number of prompts. mixed: values of kept rows whose padding has to be cleared.
         segments: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
         triangles: placeholders of masks: their values must stay what they were for the plan to hold.
-        last_n: how many last rows always stay; outputs that show last rows only were checked against it.
+        shown: how many of the last rows outputs show, where they show no others: so many must stay.
     """
 
     sites: tuple[Site, ...]
@@ -82,7 +82,7 @@ class Plan:
     triangles: tuple[fx.Node, ...] = ()
     batch: sympy.Expr = sympy.S.One
     mixed: frozenset[fx.Node] = frozenset()
-    last_n: int = 0
+    shown: int = 0
     past: bool = False
 
     @property
@@ -132,6 +132,7 @@ def _plan(
     end = leaving(next(s for s in sites if s.fresh), adds, ancestry)
     tail = tail_of(graph, end, ancestry)
     exposure = exposure_of(graph, tail, end, tokens, config)
+    shown = rows_shown(tail, tokens, config.last_n)
     if exposure is Exposure.NONE:
         tail = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
     else:
@@ -173,7 +174,7 @@ def _plan(
         tuple(dict.fromkeys(t for s in sites if s.mask for t in sorted(s.mask.triangles))),
         batch,
         mixed_along(graph, sites, stage, tokens, batch),
-        config.last_n,
+        shown,
     )
 
 
