@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import sys
@@ -33,7 +32,7 @@ import torch
 import triton
 from attention_checks import arguments, check_all, difference
 from attention_rivals import RIVALS, visible_range
-from clock import Clock, limit_ms
+from clock import Clock, limit_ms, where_and_when
 
 from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.kernels.tiles import Tiles
@@ -158,10 +157,7 @@ def main() -> None:
         print(entry["setting"], *entry["tiles"].values(), entry["ms"])
     args.out.mkdir(parents=True, exist_ok=True)
     report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **where_and_when(device),
         "checks": checks,
         "results": results,
         "sweep": found,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 
 MATRIX_RATE = 989e12  # dense bf16 operations a second of an H200, by its datasheet
 MEMORY_RATE = 4.8e12  # bytes a second
@@ -83,3 +85,13 @@ class Clock:
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 found[f"{len(found)} {event.name}"] = event.time_range.elapsed_us()
         return found
+
+
+def where_and_when(device: torch.device) -> dict[str, str]:
+    """What every report of kernels begins with: date, card and versions."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }

@@ -19,7 +19,6 @@ Times are device times, medians, each after the L2 cache was emptied.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -36,7 +35,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from attention_checks import compact_slots
-from clock import MEMORY_RATE, Clock
+from clock import MEMORY_RATE, Clock, where_and_when
 from torch import Tensor
 
 import uniprefill_fx.ops  # noqa: F401  registers torch.ops.uniprefill
@@ -196,10 +195,7 @@ def main() -> None:
             print(f"{time.perf_counter() - began:6.1f} s: {tokens:,} tokens, {question}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **where_and_when(device),
         "keep": KEEP,
         "hidden": hidden,
         "results": results,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import sys
@@ -31,7 +30,7 @@ if "--dry-run" in sys.argv:
 
 import torch
 import triton
-from clock import Clock
+from clock import Clock, where_and_when
 from kernel_checks import check_all, packed
 from torch import Tensor
 
@@ -157,10 +156,7 @@ def main() -> None:
             print(result["shape"], entry["dtype"], entry["tiles"], entry["ms"])
     args.out.mkdir(parents=True, exist_ok=True)
     report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **where_and_when(device),
         "options": {"block_size": BLOCK_SIZE, "last_n": LAST_N, "sink_tokens": SINKS, "p": P},
         "checks": checks,
         "results": results,

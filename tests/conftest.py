@@ -15,6 +15,15 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # the models are small: more threads only disturb one another
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compilations and no counts of earlier tests, and none left behind: `pytest.mark.usefixtures`."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=NAMES)
 def checkpoint(request: pytest.FixtureRequest) -> str:
     """The name of each checkpoint that is here."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,7 @@ TURNS = (5, 1, 40)
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHS]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def spec_of(arch: Arch) -> DropSpec:

@@ -5,7 +5,6 @@ The other rows are in `test_cases_compiled.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,18 +21,11 @@ from exactness import (
     options_of,
 )
 from tiny import token_ids
-from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 import uniprefill_fx
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize("first", [199, pytest.param(200, marks=pytest.mark.slow)])

@@ -24,17 +24,10 @@ from exactness import (
 from graphs import assert_no_square, operation
 from tiny import LLAMA, tiny_llama, token_ids
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 import uniprefill_fx
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +20,7 @@ OPTIONS = options_of(LLAMA)
 WAYS = ("torch.compile", "model.compile", "model.forward", "uniprefill_fx.compile")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def use(way: str, model: Any, options: dict[str, Any], **call: Any) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,10 @@ from torch import Tensor, nn
 import uniprefill_fx
 
 BEHIND = dataclasses.replace(SPEC, drop_layers=(2,), p=0.7)  # in the second half of four layers
-pytestmark = pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions"),
+]
 
 
 class Four(Gpt):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,7 @@ from uniprefill_fx.frontends import install
 CHUNK = 32
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def decayed(q: Tensor, k: Tensor, v: Tensor, decay: float) -> Tensor:

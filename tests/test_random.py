@@ -8,7 +8,7 @@ fixed: a failing test names the draw that failed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -220,10 +220,7 @@ def run_draws(first: int, count: int, kinds: tuple[str, ...]) -> None:
     assert sum(dropped) >= len(dropped) // 2, "too few of the draws dropped a row"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_twenty_draws() -> None:

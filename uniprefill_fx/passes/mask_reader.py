@@ -17,7 +17,7 @@ from torch.utils._sympy.functions import FloorDiv
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.mask_numbers import as_number, cases, choose, compared, constant, scalar, truth, visible
 from uniprefill_fx.passes.triangles import MARK
-from uniprefill_fx.passes.values import aliases, expression, meta, name_of, shape, written_nodes
+from uniprefill_fx.passes.values import aliases, expression, index_of, meta, name_of, shape, written_nodes
 
 AXES = sympy.symbols("axis0:8", integer=True)
 
@@ -203,10 +203,9 @@ class MaskReader:
         return self.node(source).xreplace(moved)
 
     def _getitem(self, node: fx.Node) -> Any:
-        source, index = node.args[0], node.args[1]
+        source, index = node.args[0], index_of(node)
         if not isinstance(source, fx.Node) or not isinstance(meta(source), torch.Tensor):
             return None
-        index = index if isinstance(index, tuple) else (index,)
         tensors = [i for i in index if isinstance(i, fx.Node) and isinstance(meta(i), torch.Tensor)]
         if tensors:
             if len(tensors) != len(index) or len(index) != meta(source).ndim:

@@ -14,7 +14,7 @@ from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.expansion import expansion
 from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import Ancestry, arguments, is_op, meta, name_of, shape, token_dims
+from uniprefill_fx.passes.values import Ancestry, arguments, index_of, is_op, meta, name_of, shape, token_dims
 from uniprefill_fx.timing import timed
 
 
@@ -87,8 +87,7 @@ def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol
     if dim is None or before is None or after is None or len(before) != len(after):
         return None
     if name_of(node) == "getitem":  # a slice of the rows, of a length that is a number
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return dim if all(isinstance(i, slice) for i in index) else None
+        return dim if all(isinstance(i, slice) for i in index_of(node)) else None
     return dim if before[dim] == after[dim] else None
 
 
@@ -195,7 +194,7 @@ def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
     if name_of(node) != "getitem" or not isinstance(node.args[0], fx.Node):
         return False
     dims = token_dims(node.args[0], tokens)
-    index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    index = index_of(node)
     if len(dims) != 1 or Ellipsis in index or None in index or len(index) <= dims[0]:
         return False
     taken = index[dims[0]]

@@ -13,8 +13,8 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import is_op, meta, name_of, shape, token_dims
+from uniprefill_fx.passes.sites import Site, interiors
+from uniprefill_fx.passes.values import index_of, is_op, meta, name_of, shape, token_dims
 
 
 def request_dim(node: fx.Node, token_dim: int, batch: sympy.Expr) -> int | None:
@@ -52,7 +52,7 @@ def mixed_along(
     if batch == 1:
         return frozenset()
     found = set()
-    attention = frozenset().union(*(site.interior for site in sites if site.mask is not None))
+    attention = interiors(sites)
     for node in graph.nodes:
         for read in node.all_input_nodes if stage[node] and node not in attention else ():
             dims = token_dims(read, tokens) if stage[read] else ()
@@ -69,8 +69,7 @@ def _reads_across(node: fx.Node, read: fx.Node, tokens: sympy.Symbol) -> bool:
         return True
     if name not in ("getitem", "narrow") or not token_dims(node, tokens):
         return False
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if any(isinstance(item, fx.Node) for item in index):
+    if any(isinstance(item, fx.Node) for item in index_of(node)):
         return False  # rows looked up by index
     before, after = ({(shape(n) or ())[d] for d in token_dims(n, tokens)} for n in (read, node))
     return before != after  # x[:, :-1], for a shift by one token

@@ -32,7 +32,7 @@ from uniprefill_fx.passes.alibi import alibi_bias
 from uniprefill_fx.passes.outputs import Treatment
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.requests import request_dim
-from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.sites import Site, interiors
 from uniprefill_fx.passes.split import is_selected
 from uniprefill_fx.passes.stages import Move
 from uniprefill_fx.passes.values import autocast, expression, is_op, meta, token_dims, written_nodes
@@ -56,7 +56,7 @@ class _Rewriter:
         self.value: dict[tuple[fx.Node, int], Any] = {}
         self.drop_at = {drop.site.node: i + 1 for i, drop in enumerate(plan.drops)}
         self.site_at = {site.node: site for site in plan.sites}
-        self.interior = frozenset().union(*(site.interior for site in plan.sites if site.mask is not None))
+        self.interior = interiors(plan.sites)
         self.windowed = {s.k for s in plan.sites if s.mask is not None and not s.mask.full}
         self.count: list[Any] = []  # by stage: number of rows, rows kept of the stage before, slots, spans
         self.rows: list[Any] = [None]

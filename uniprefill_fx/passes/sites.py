@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,6 +225,11 @@ def _stored(mask: MaskKind, q: fx.Node, k: fx.Node, v: fx.Node) -> Stored | None
 
 def _is_view(node: fx.Node) -> bool:
     return is_op(node, "logical_view")
+
+
+def interiors(sites: Iterable[Site]) -> frozenset[fx.Node]:
+    """The nodes that go away with the attention ops that are understood."""
+    return frozenset().union(*(site.interior for site in sites if site.mask is not None))
 
 
 def token_count(sites: list[Site]) -> sympy.Symbol:

@@ -15,7 +15,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.requests import request_dim
-from uniprefill_fx.passes.sites import Site
+from uniprefill_fx.passes.sites import Site, interiors
 from uniprefill_fx.passes.token_ops import check_rows
 from uniprefill_fx.passes.values import aliases, expression, meta, name_of, token_dims, written_nodes
 from uniprefill_fx.timing import timed
@@ -59,7 +59,7 @@ def stages(
     late = _written_later(graph, tokens, begins, tail)
     found: dict[fx.Node, int] = {}
     site_of = {site.node: site for site in sites}
-    interior = frozenset().union(*(site.interior for site in sites if site.mask is not None))
+    interior = interiors(sites)
     for node in graph.nodes:
         inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in tail]
         found[node] = 0 if node in tail or node.op == "output" else max(inputs, default=0)
@@ -122,7 +122,7 @@ def crossings(
         RefusalError: it can be neither gathered nor made again.
     """
     understood = [site for site in sites if site.mask is not None]
-    interior = frozenset().union(*(site.interior for site in understood))
+    interior = interiors(sites)
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in interior}
     for site in understood:
         reads[site.node] = {site.q, site.k, site.v}

@@ -146,6 +146,12 @@ def decoder_layer(node: fx.Node) -> int | None:
     return numbers[0] if numbers else None
 
 
+def index_of(node: fx.Node) -> tuple[Any, ...]:
+    """The index of a `getitem`, or the second argument of `narrow`, as a tuple."""
+    index = node.args[1]
+    return index if isinstance(index, tuple) else (index,)
+
+
 def peel(node: fx.Node, names: Iterable[str]) -> fx.Node:
     """Follow first arguments back while the node is one of the named operations."""
     names = frozenset(names)
