@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import triton
-from kernel_checks import packed, poisoned_memory
+from kernel_checks import poisoned_memory
 from torch import Tensor
 
 import uniprefill_fx.lowering.cuda  # noqa: F401  registers what the op runs on CUDA
@@ -40,15 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
     "by row, chunk": {"dim": 128, "chunk": 512, "slots": False},
     "prompts in a row": {"dim": 128, "segments": True, "batch": 2},
     "chunks that begin later": {"dim": 128, "chunk": 400, "chunk_start": (300, 0), "batch": 2},
-    "packed, causal": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "slots": False},
-    "packed, window": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "window": 300},
-    "packed, everything": {"dim": 96, "lengths": (700, 130, 670), **EVERYTHING},
+    "requests, causal": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "slots": False},
+    "requests, window": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "window": 300},
+    "requests, everything": {"dim": 96, "lengths": (700, 130, 670), **EVERYTHING},
     "one query": {"dim": 256, "queries": 1, "window": 1024},
     "five queries": {"dim": 128, "queries": 5, "sinks": True},
     "second chunk": {"dim": 128, "queries": 600},
     "256 requests": {"dim": 64, "lengths": tuple(range(256)), "window": 100},
 }
-TINY = {"tiny": {"dim": 16, "rows": 70, "window": 20}, "tiny, packed": {"dim": 16, "lengths": (20, 0, 9)}}
+TINY = {"tiny": {"dim": 16, "rows": 70, "window": 20}, "tiny, requests": {"dim": 16, "lengths": (20, 0, 9)}}
 
 
 def compact_slots(rows: int, keep: float, device: torch.device) -> Tensor:
@@ -79,11 +79,17 @@ def arguments(
     dtype: torch.dtype = torch.bfloat16,
     keep: float = 0.65,
 ) -> Attention:
-    """Random operands, in memory as projections leave them: (batch, tokens, heads, dim)."""
+    """Random operands, in memory as projections leave them: (batch, tokens, heads, dim).
+
+    `lengths`: of each request of a batch that is padded on the left.
+    """
     torch.manual_seed(0)
-    rows, queries = sum(lengths) or rows, queries or sum(lengths) or rows
-    place = torch.cat([compact_slots(n, keep, device) for n in lengths or (rows,)]) if slots else None
-    places = int(place.max()) + 1 if place is not None else max(lengths or (rows,))
+    rows, batch = max(lengths, default=rows), len(lengths) or batch
+    queries, place, places = queries or rows, None, rows
+    if slots:
+        own = [compact_slots(n, keep, device) for n in lengths or (rows,)]
+        place = torch.stack([torch.nn.functional.pad(s, (rows - len(s), 0), value=-1) for s in own])
+        places = int(place.max()) + 1
 
     def operand(count: int, heads: int, dim: int, spread: float) -> Tensor:
         x = torch.empty(batch, count, heads, dim, device=device, dtype=dtype)
@@ -97,9 +103,9 @@ def arguments(
         "q": operand(queries, heads[0], dim, 2.5),
         "k": operand(rows, heads[1], dim, 1.0),
         "v": operand(rows, heads[1], v_dim or dim, 1.0),
-        "q_slots": place if place is None or queries == rows else place[rows - queries :],
+        "q_slots": place if place is None or queries == rows else place[:, rows - queries :],
         "k_slots": place,
-        "cu_seqlens": packed(tuple(lengths), device) if lengths else None,
+        "spans": torch.tensor([[rows - n, rows] for n in lengths], device=device) if lengths else None,
         "key_mask": mask,
         "scale": None,
         "window": window,
@@ -109,7 +115,6 @@ def arguments(
         "bias": -torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
         "segments": (torch.rand(batch, places, device=device) < 0.003).cumsum(1) if segments else None,
         "chunk_start": torch.tensor(chunk_start, device=device) if chunk_start else None,
-        "padded": False,
     }
 
 
@@ -118,17 +123,15 @@ def difference(got: Tensor, want: Tensor) -> float:
 
 
 def check(name: str, options: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
-    """[(what, relative error, allowed)] of one case: the kernel, and the op, which may choose SDPA, of one stream."""
+    """[(what, relative error, allowed)] of one case: the kernel, and the op, which may choose SDPA."""
     given = arguments(device, **options)
     want, allowed = slot_attention_reference(**given), ALLOWED[given["q"].dtype]
     with poisoned_memory():
         got, again = slot_attention(**given), slot_attention(**given)
     error = difference(got, want) if got.equal(again) else float("inf")
-    found = [(f"attention, {name}", error, allowed)]
-    if given.pop("cu_seqlens") is None:
-        by_op = torch.ops.uniprefill.attend(**given)
-        found.append((f"the op, {name}", difference(by_op, want), allowed))
-    return found
+    spans = given.pop("spans")  # the op has them on the host
+    by_op = torch.ops.uniprefill.attention(**given, spans=None if spans is None else spans.cpu())
+    return [(f"attention, {name}", error, allowed), (f"the op, {name}", difference(by_op, want), allowed)]
 
 
 def check_large_offsets(device: torch.device) -> tuple[str, float, float]:

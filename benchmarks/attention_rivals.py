@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,62 +12,64 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from uniprefill_fx.ops.attention import attend_reference
+from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.ops.attention import attention_reference
 
 Run = Callable[[], Tensor]
 FLEX_BLOCK = 128
 MASK_ROWS = 8192  # more make an explicit mask of all heads too large
 
 
-def places(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slots and requests of the queries, slots and requests of the keys."""
-    keys, queries, cu = given["k"].shape[2], given["q"].shape[2], given["cu_seqlens"]
-    row = torch.arange(keys, device=given["k"].device)
-    request = torch.zeros_like(row) if cu is None else torch.searchsorted(cu, row, right=True) - 1
-    slot = given["k_slots"]
-    if slot is None:
-        slot = row if cu is None else row - cu[request]
-    return slot[keys - queries :], request[keys - queries :], slot, request
-
-
 def visible_range(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """For each query the keys [low, high) that it sees: these are one range, as slots ascend."""
-    a, request, slot, k_request = places(given)
+    """For each query the keys [low, high) that it sees, (batch, queries): these are one range, as slots ascend."""
+    keys, queries, slot = given["k"].shape[2], given["q"].shape[2], given["k_slots"]
+    if slot is None:
+        slot = torch.arange(keys, device=given["k"].device)[None]
+    a = slot[:, keys - queries :].contiguous()
     oldest = torch.zeros_like(a)
     if given["window"] is not None:
         oldest = torch.maximum(oldest, a - given["window"] + 1)
     if given["chunk"] is not None:
         oldest = torch.maximum(oldest, a // given["chunk"] * given["chunk"])
-    stride = int(slot.max()) + 2  # requests one behind another
-    line = k_request * stride + slot
-    return torch.searchsorted(line, request * stride + oldest), torch.searchsorted(
-        line, request * stride + a, right=True
-    )
+    low, high = torch.searchsorted(slot, oldest), torch.searchsorted(slot, a, right=True)
+    if given["spans"] is not None:
+        low = torch.maximum(low, given["spans"][:, :1])
+    return low, torch.maximum(low, high)
 
 
 def present(given: dict[str, Any]) -> Run:
     """The op's plain torch body: SDPA, where there is a mask by 256 query rows and after a wait; request by request."""
-    terms = {name: value for name, value in given.items() if name != "cu_seqlens"}
-    if given["cu_seqlens"] is None:
-        return lambda: attend_reference(**terms)
-    bounds = list(itertools.pairwise(given["cu_seqlens"].tolist()))
+    spans = None if given["spans"] is None else given["spans"].cpu()
+    return lambda: attention_reference(**(given | {"spans": spans}))
 
-    def part(start: int, end: int) -> Tensor:
-        own = {name: terms[name][:, :, start:end] for name in "qkv"}
-        own |= {name: None if terms[name] is None else terms[name][start:end] for name in ("q_slots", "k_slots")}
-        return attend_reference(**(terms | own))
 
-    return lambda: torch.cat([part(start, end) for start, end in bounds if start < end], dim=2)
+def by_request(given: dict[str, Any]) -> Run | None:
+    """The kernel, one launch for each request of a batch."""
+    if given["spans"] is None:
+        return None
+    parts = []
+    for r, (start, end) in enumerate(given["spans"].tolist()):
+        own = {name: given[name][r : r + 1, :, start:end] for name in "qkv"} | {"spans": None}
+        slots = None if given["k_slots"] is None else given["k_slots"][r : r + 1, start:end].contiguous()
+        parts.append((r, slice(start, end), given | own | {"q_slots": slots, "k_slots": slots}))
+
+    def run() -> Tensor:
+        out = given["q"].new_zeros(given["q"].shape)
+        for r, rows, part in parts:
+            out[r, :, rows] = slot_attention(**part)[0]
+        return out
+
+    return run
 
 
 def explicit_mask(given: dict[str, Any]) -> Run | None:
     """SDPA with the whole mask; keys and values repeated, which the kernels that take a mask need."""
     queries, keys = given["q"].shape[2], given["k"].shape[2]
-    if queries * keys > MASK_ROWS**2 or given["sinks"] is not None:
+    if queries * keys > MASK_ROWS**2 or given["sinks"] is not None or given["spans"] is not None:
         return None
     low, high = visible_range(given)
     row = torch.arange(keys, device=low.device)
-    mask = (row >= low[:, None]) & (row < high[:, None])
+    mask = (row >= low[0, :, None]) & (row < high[0, :, None])
     groups = given["q"].shape[1] // given["k"].shape[1]
 
     def run() -> Tensor:
@@ -79,25 +80,22 @@ def explicit_mask(given: dict[str, Any]) -> Run | None:
 
 
 def varlen(given: dict[str, Any]) -> Run | None:
-    """torch's flash attention on packed requests; its window counts rows, so it is no rival where slots have holes."""
+    """torch's flash attention of one request; its window counts rows, so it is no rival where slots have holes."""
     windowed = given["window"] is not None
-    if (windowed and given["k_slots"] is not None) or given["chunk"] is not None or given["sinks"] is not None:
+    if (windowed and given["k_slots"] is not None) or any(given[n] is not None for n in ("chunk", "sinks", "spans")):
         return None
     keys, queries = given["k"].shape[2], given["q"].shape[2]
-    cu = given["cu_seqlens"]
-    k_cu = cu if cu is not None else torch.tensor([0, keys], dtype=torch.int32, device=given["k"].device)
-    q_cu = cu if cu is not None else torch.tensor([0, queries], dtype=torch.int32, device=given["k"].device)
+    q_cu, k_cu = (torch.tensor([0, n], dtype=torch.int32, device=given["k"].device) for n in (queries, keys))
     q, k, v = (given[name][0].transpose(0, 1) for name in "qkv")
     options: dict[str, Any] = {"window_size": (given["window"] - 1, 0) if windowed else (-1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    # the longest request is not known to the host: all rows are a bound
     return lambda: varlen_attn(q, k, v, q_cu, k_cu, queries, keys, **options).transpose(0, 1)[None]
 
 
 def block_mask(given: dict[str, Any]) -> BlockMask:
     """By slot, without a mask of queries x keys: ranges of blocks from the ranges of keys."""
-    low, high = visible_range(given)
+    low, high = (side[0] for side in visible_range(given))
     queries, keys = given["q"].shape[2], given["k"].shape[2]
     q_blocks, k_blocks = -(-queries // FLEX_BLOCK), -(-keys // FLEX_BLOCK)
     row = torch.arange(q_blocks * FLEX_BLOCK, device=low.device).clamp(max=queries - 1).view(q_blocks, -1)
@@ -120,8 +118,10 @@ def block_mask(given: dict[str, Any]) -> BlockMask:
     )
 
 
-def flex(given: dict[str, Any]) -> Run:
-    """FlexAttention, compiled; the block mask is made before, once."""
+def flex(given: dict[str, Any]) -> Run | None:
+    """FlexAttention of one request, compiled; the block mask is made before, once."""
+    if given["spans"] is not None:
+        return None
     torch._dynamo.reset()  # each mask is a compilation, and after eight of them Dynamo would run it eagerly
     mask, compiled, sinks = block_mask(given), torch.compile(flex_attention, dynamic=False), given["sinks"]
     options = {"block_mask": mask, "scale": given["scale"], "enable_gqa": True}
@@ -137,6 +137,7 @@ def flex(given: dict[str, Any]) -> Run:
 
 RIVALS: dict[str, Callable[[dict[str, Any]], Run | None]] = {
     "present": present,
+    "by_request": by_request,
     "flex": flex,
     "explicit_mask": explicit_mask,
     "varlen": varlen,

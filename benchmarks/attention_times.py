@@ -1,4 +1,4 @@
-"""Times of attention with windows, chunks, sinks or packed requests on a GPU, after a check against float32.
+"""Times of attention with windows, chunks, sinks or several requests on a GPU, after a check against float32.
 
     python benchmarks/attention_times.py --out benchmarks/results            # everything
     python benchmarks/attention_times.py --out /tmp/results --sweep          # also other tiles, at one length
@@ -7,8 +7,9 @@
 (With PYTHONPATH=. where the package is not installed.)
 
 The stream is compact: its rows are blocks of 64 tokens of a prompt of which 65% stayed, unless a setting says
-otherwise. Compared are the kernel; the op's plain torch body; FlexAttention with a block mask by slot; SDPA with an
-explicit mask where that fits; `varlen_attn` where it can express the mask. Times are device times, medians, each after
+otherwise; several requests are padded on the left. Compared are the kernel; the op's plain torch body; for several
+requests a launch of the kernel for each; FlexAttention with a block mask by slot; SDPA with an explicit mask where that
+fits; `varlen_attn` where it can express the mask. Times are device times, medians, each after
 the L2 cache was emptied; the plain torch body waits for the device, so it is timed as it runs. The limit is the
 arithmetic of the visible (query, key) pairs or the bytes of q, k, v and the result at an H200's rates, whichever takes
 longer.
@@ -38,6 +39,7 @@ from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.kernels.tiles import Tiles
 
 LENGTHS = (4096, 32_768, 131_072)
+FOUR = (16_384, 12_001, 15_013, 9_999)
 SWEEP_ROWS = 32_768
 # name: arguments of `attention_checks.arguments`, and the numbers of rows
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -47,16 +49,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "gpt-oss, window 128, sinks": ({"heads": (64, 8), "dim": 64, "window": 128, "sinks": True}, LENGTHS),
     "gpt-oss, full, sinks": ({"heads": (64, 8), "dim": 64, "sinks": True}, (4096, 32_768)),
     "Llama-4, chunk 8192": ({"heads": (40, 8), "dim": 128, "chunk": 8192}, LENGTHS),
-    "four packed requests, causal": (
-        {"heads": (32, 8), "dim": 128, "lengths": (16_384, 12_001, 15_013, 9_999), "slots": False},
-        (53_397,),
-    ),
+    "four requests, causal": ({"heads": (32, 8), "dim": 128, "lengths": FOUR, "slots": False}, (sum(FOUR),)),
+    "four requests, window 1024": ({"heads": (16, 8), "dim": 256, "lengths": FOUR, "window": 1024}, (sum(FOUR),)),
     "one request, causal": ({"heads": (32, 8), "dim": 128}, (32_768,)),
     "second chunk of 2,048, causal": ({"heads": (32, 8), "dim": 128, "queries": 2048}, (32_768,)),
 }
 TINY_SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "tiny, window, sinks": ({"heads": (2, 1), "dim": 16, "window": 20, "sinks": True}, (70,)),
-    "tiny, packed": ({"heads": (2, 1), "dim": 16, "lengths": (40, 29), "slots": False}, (69,)),
+    "tiny, requests": ({"heads": (2, 1), "dim": 16, "lengths": (40, 29), "slots": False}, (69,)),
 }
 TILES: dict[int, list[Tiles]] = {
     64: [Tiles(k, r, w, s) for k, r, w in ((64, 128, 8), (128, 128, 8), (32, 128, 8), (64, 64, 4)) for s in (2, 3)],

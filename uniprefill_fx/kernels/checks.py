@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from uniprefill_fx.kernels.varlen import check_device, check_stream
+from uniprefill_fx.kernels.varlen import check_device
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
 MAX_HEAD_DIM = 256
@@ -55,7 +55,7 @@ def check_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | None,
+    spans: Tensor | None,
     q_slots: Tensor | None,
     k_slots: Tensor | None,
     scale: float,
@@ -84,16 +84,19 @@ def check_attention(
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
     if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
         raise ValueError(f"strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension")
-    if cu_seqlens is not None:
-        check_stream(cu_seqlens, q.device)
-        if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
-            raise ValueError(f"{shapes} with cu_seqlens: wanted a batch of 1 and as many queries as keys")
+    if spans is not None and (spans.shape != (q.shape[0], 2) or q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"{shapes} with spans {tuple(spans.shape)}: wanted as many queries as keys, and spans ({q.shape[0]}, 2)"
+        )
     by_slot = q_slots is not None and k_slots is not None
     if not by_slot and q.shape[2] > k.shape[2]:
         raise ValueError(f"{shapes} without slots: wanted no more queries than keys")
     for name, slots, rows in (("q_slots", q_slots, q.shape[2]), ("k_slots", k_slots, k.shape[2])):
-        if by_slot and slots is not None and (slots.shape != (rows,) or slots.dtype != torch.int64):
-            raise ValueError(f"{name} is {slots.dtype} of shape {tuple(slots.shape)}: wanted int64, ({rows},)")
+        shapes_of_slots = ((1, rows), (q.shape[0], rows))
+        if by_slot and slots is not None and (slots.shape not in shapes_of_slots or slots.dtype != torch.int64):
+            raise ValueError(
+                f"{name} is {slots.dtype} of shape {tuple(slots.shape)}: wanted int64, (1 or {q.shape[0]}, {rows})"
+            )
     if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
         raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
     if (window is not None and window < 1) or (chunk is not None and chunk < 1):

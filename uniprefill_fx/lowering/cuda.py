@@ -62,13 +62,14 @@ def _select(
     return rows, kept
 
 
-@attention.attend.register_kernel("cuda")
-def _attend(
+@attention.attention.register_kernel("cuda")
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_slots: Tensor | None,
     k_slots: Tensor | None,
+    spans: Tensor | None,
     key_mask: Tensor | None,
     scale: float | None,
     window: int | None,
@@ -78,16 +79,19 @@ def _attend(
     bias: Tensor | None = None,
     segments: Tensor | None = None,
     chunk_start: Tensor | None = None,
-    padded: bool = False,
 ) -> Tensor:
     terms = attention.Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
-    queries, near = q.shape[2], window is not None or chunk is not None
-    # SDPA has the faster kernels where it needs no mask. A single query that sees all keys has too little work for
-    # ours, which gives each head to one multiprocessor.
-    fast = terms.plain and not terms.masked and not padded and queries == k.shape[2]
-    if fast or (queries == 1 and not near) or not _covered(q, k, v, scale):
-        return attention.attend_reference(q, k, v, q_slots, k_slots, *terms, padded=padded)
-    return slot_attention(q, k, v, q_slots, k_slots, None, *terms, padded=padded)
+    queries, keys = q.shape[2], k.shape[2]
+    by_request = spans is None and k_slots is not None and k_slots.shape[0] > 1  # such slots hold padding
+    # SDPA has the faster kernels where it needs no mask, also request by request. A single query that sees all keys
+    # has too little work for ours, which gives each head to one multiprocessor.
+    fast = terms.plain and not terms.masked and not by_request and queries == keys
+    step = queries == 1 and (by_request or (window is None and chunk is None))
+    if fast or step or not _covered(q, k, v, scale):
+        return attention.attention_reference(q, k, v, q_slots, k_slots, spans, *terms)
+    if spans is not None and spans.tolist() == [[0, keys]] * q.shape[0]:
+        spans = None
+    return slot_attention(q, k, v, q_slots, k_slots, spans, *terms)
 
 
 def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:

@@ -52,8 +52,7 @@ class Terms(NamedTuple):
         )
 
 
-@torch.library.custom_op("uniprefill::attention", mutates_args=())
-def attention(
+def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,7 +98,7 @@ def attention(
         q_slots = k_slots = torch.arange(keys, device=k.device)[None]  # by column: a request may begin behind padding
     own_slots = batch > 1 and k_slots is not None and k_slots.shape[0] > 1
     if bounds and not terms.masked and bias is None and bounds == [(0, keys)] * batch:
-        out = attend(q, k, v, None, None, *terms)  # order is all that counts, and is the same for all requests
+        out = _attend(q, k, v, None, None, terms)  # order is all that counts, and is the same for all requests
     elif spans is None and own_slots and queries == 1 and bias is None and segments is None:
         out = _step(q, k, v, q_slots, k_slots, terms)
     elif (bounds and bounds != [(0, keys)]) or own_slots:
@@ -110,10 +109,14 @@ def attention(
             rows, columns = slice(start, end) if bounds else slice(None), slice(start, end)
             operands = (q[r : r + 1, :, rows], k[r : r + 1, :, columns], v[r : r + 1, :, columns])
             places = (_of_request(q_slots, r, rows), _of_request(k_slots, r, columns))
-            out[r, :, rows] = attend(*operands, *places, *terms.of_request(r, q.shape[1]), padded=not bounds)[0]
+            out[r, :, rows] = _attend(*operands, *places, terms.of_request(r, q.shape[1]), padded=not bounds)[0]
     else:
-        out = attend(q, k, v, *(_of_request(slots, 0, slice(None)) for slots in (q_slots, k_slots)), *terms)
+        places = (_of_request(q_slots, 0, slice(None)), _of_request(k_slots, 0, slice(None)))
+        out = _attend(q, k, v, *places, terms)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+attention = torch.library.custom_op("uniprefill::attention", attention_reference, mutates_args=())
 
 
 @attention.register_fake
@@ -135,60 +138,37 @@ def _step(q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tens
     return _masked(q, k, v, seen[:, None, None], None, terms)
 
 
-def attend_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    segments: Tensor | None = None,
-    chunk_start: Tensor | None = None,
-    padded: bool = False,
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, terms: Terms, padded: bool = False
 ) -> Tensor:
     """`attention` of requests that share their slots: (queries,) and (keys,) int64.
 
     No mask larger than `QUERY_ROWS` x keys is formed. `padded`: some slots of keys may be -1.
     """
-    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
     if terms.plain and not terms.masked and not padded and queries in (1, keys):
         # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
         with sdpa_kernel(STEP_BACKENDS) if queries == 1 and q.is_cuda else contextlib.nullcontext():
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=terms.scale, enable_gqa=grouped)
     if k_slots is None or q_slots is None:
         k_slots = torch.arange(keys, device=k.device)
         q_slots = k_slots[keys - queries :]
     parts = []
-    start = None if chunk_start is None else chunk_start[:, None, None]
+    start = None if terms.chunk_start is None else terms.chunk_start[:, None, None]
     for first, last, low, high in _visible(q_slots, k_slots, terms):
         a, b = q_slots[first:last], k_slots[low:high]
         seen = _related(a[:, None], b, terms, start)
         mask = seen.reshape(-1, 1, *seen.shape[-2:])
         if padded:
             mask = mask & (b >= 0)
-        if key_mask is not None:
-            mask = mask & key_mask[:, b][:, None, None]
-        if segments is not None:
+        if terms.key_mask is not None:
+            mask = mask & terms.key_mask[:, b][:, None, None]
+        if terms.segments is not None:
+            segments = terms.segments
             mask = mask & (segments[:, a][:, None, :, None] == segments[:, b][:, None, None])
         parts.append(_masked(q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], mask, b, terms))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous().transpose(1, 2)
-
-
-attend = torch.library.custom_op("uniprefill::attend", attend_reference, mutates_args=())
-
-
-@attend.register_fake
-def _(q, k, v, q_slots, k_slots, *terms, padded=False):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return torch.cat(parts, dim=2)
 
 
 def _related(q_slots: Tensor, k_slots: Tensor, terms: Terms, chunk_start: Tensor | None) -> Tensor:
