@@ -161,21 +161,22 @@ def check_compilations(device: torch.device) -> tuple[str, float, float]:
     return "compilations for ten lengths", len(found), 1
 
 
-def check_all(device: torch.device, tiny: bool, also: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Every check with its error; SystemExit after the last, when one failed.
+def in_processes(calls: Sequence[Any]) -> list[Any]:
+    """What each (function, arguments) returns, of several processes: most of their time is compilation."""
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return [future.result() for future in [pool.submit(function, *args) for function, args in calls]]
 
-    On a GPU, several processes share the cases: most of the time is compilation, whose results stay in Triton's cache.
-    `also`: (function, arguments) that are worth compiling in the same way.
+
+def check_all(device: torch.device, also: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Every check with its error; SystemExit after the last, when one failed. On the CPU, tiny ones.
+
+    `also`: (function, arguments) that leave machine code in Triton's cache meanwhile, and return nothing.
     """
-    if tiny:
+    if device.type == "cpu":
         found = [result for name, options in TINY.items() for result in check(name, options, device)]
     else:
-        with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as pool:
-            checks = [pool.submit(check, name, options, device) for name, options in CASES.items()]
-            others = [pool.submit(function, *args) for function, args in also]
-            found = [result for future in checks for result in future.result()]
-            for future in others:
-                future.result()
+        calls = [(check, (name, options, device)) for name, options in CASES.items()]
+        found = [result for results in in_processes([*calls, *also]) if results for result in results]
         found += [check_large_offsets(device), check_compilations(device)]
     failed = list(_failures(found))
     print(f"{len(found)} checks against the float32 twin, {len(failed)} failed", flush=True)

@@ -1,7 +1,7 @@
 """Times of attention with windows, chunks, sinks or several requests on a GPU, after a check against float32.
 
     python benchmarks/attention_times.py --out benchmarks/results            # everything
-    python benchmarks/attention_times.py --out /tmp/results --sweep          # also other tiles, at one length
+    python benchmarks/attention_times.py --out /tmp/results --sweep --only "window 128"   # other tiles, at one length
     python benchmarks/attention_times.py --out /tmp/results --dry-run        # tiny, on the CPU, in Triton's interpreter
 
 (With PYTHONPATH=. where the package is not installed.)
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -31,7 +32,7 @@ if "--dry-run" in sys.argv:
 
 import torch
 import triton
-from attention_checks import arguments, check_all, difference
+from attention_checks import arguments, check_all, difference, in_processes
 from attention_rivals import RIVALS, visible_range
 from clock import Clock, limit_ms, where_and_when
 
@@ -41,8 +42,9 @@ from uniprefill_fx.kernels.tiles import Tiles
 LENGTHS = (4096, 32_768, 131_072)
 FOUR = (16_384, 12_001, 15_013, 9_999)
 SWEEP_ROWS = 32_768
+Settings = dict[str, tuple[dict[str, Any], tuple[int, ...]]]
 # name: arguments of `attention_checks.arguments`, and the numbers of rows
-SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+SETTINGS: Settings = {
     "Gemma-3-12B, window 1024": ({"heads": (16, 8), "dim": 256, "window": 1024}, LENGTHS),
     "the same, nothing dropped": ({"heads": (16, 8), "dim": 256, "window": 1024, "slots": False}, (32_768,)),
     "the same, one query": ({"heads": (16, 8), "dim": 256, "window": 1024, "queries": 1}, (32_768,)),
@@ -54,16 +56,18 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "one request, causal": ({"heads": (32, 8), "dim": 128}, (32_768,)),
     "second chunk of 2,048, causal": ({"heads": (32, 8), "dim": 128, "queries": 2048}, (32_768,)),
 }
-TINY_SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+TINY_SETTINGS: Settings = {
     "tiny, window, sinks": ({"heads": (2, 1), "dim": 16, "window": 20, "sinks": True}, (70,)),
     "tiny, requests": ({"heads": (2, 1), "dim": 16, "lengths": (40, 29), "slots": False}, (69,)),
 }
-TILES: dict[int, list[Tiles]] = {
-    64: [Tiles(k, r, w, s) for k, r, w in ((64, 128, 8), (128, 128, 8), (32, 128, 8), (64, 64, 4)) for s in (2, 3)],
-    128: [Tiles(k, r, w, s) for k, r, w in ((128, 128, 8), (64, 128, 8), (64, 64, 4)) for s in (2, 3)],
-    256: [Tiles(64, 128, 8, 1), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)]
-    + [Tiles(32, r, w, s) for r, w in ((128, 8), (64, 4)) for s in (2, 3, 4)],
+# (keys, rows, warps) of the sweep by head dim, and stages; a window is also tried with heads that share tiles
+SHAPES = {
+    64: [(64, 128, 8), (128, 128, 8), (32, 128, 8), (64, 64, 4), (32, 64, 4)],
+    128: [(128, 128, 8), (64, 128, 8), (64, 64, 4)],
+    256: [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)],
 }
+STAGES = (1, 2, 3)
+MIN_QUERIES = 8
 
 
 def compile_tiles(options: dict[str, Any], tiles: Tiles, device: torch.device) -> None:
@@ -75,14 +79,19 @@ def compile_tiles(options: dict[str, Any], tiles: Tiles, device: torch.device) -
         return
 
 
-def swept() -> list[tuple[str, dict[str, Any], Tiles]]:
+def swept(settings: Settings) -> list[tuple[str, dict[str, Any], Tiles]]:
     """(setting, its arguments, tiles) of each time of the sweep: settings of many queries, at one length."""
-    return [
-        (name, options, tiles)
-        for name, (options, rows) in SETTINGS.items()
-        for tiles in TILES[options["dim"]]
-        if options.get("queries") is None and (SWEEP_ROWS in rows or "lengths" in options)
-    ]
+    found = []
+    for name, (options, lengths) in settings.items():
+        if options.get("queries") is not None or not (SWEEP_ROWS in lengths or "lengths" in options):
+            continue
+        groups = options["heads"][0] // options["heads"][1]
+        for (keys, rows, warps), stages, heads in itertools.product(
+            SHAPES[max(options["dim"], 64)], STAGES, (1, 2, 4, 8)
+        ):
+            if heads == 1 or ("window" in options and groups % heads == 0 and rows // heads >= MIN_QUERIES):
+                found.append((name, options, Tiles(keys, rows, warps, stages, heads=heads)))
+    return found
 
 
 def measure(clock: Clock, options: dict[str, Any], rows: int, device: torch.device) -> dict[str, Any]:
@@ -113,17 +122,21 @@ def measure(clock: Clock, options: dict[str, Any], rows: int, device: torch.devi
     return result
 
 
-def sweep(clock: Clock, device: torch.device) -> list[dict[str, Any]]:
-    """Times of other tiles; None for tiles that do not fit."""
-    found, given, at = [], {}, None
-    for name, options, tiles in swept():
-        if name != at:
-            given, at = arguments(device, **options, **({} if "lengths" in options else {"rows": SWEEP_ROWS})), name
-        try:
-            ms = clock.device_ms(lambda: slot_attention(**given, tiles=tiles), cold=True)  # noqa: B023
-        except triton.runtime.errors.OutOfResources:
-            ms = None
-        found.append({"setting": name, "tiles": dataclasses.asdict(tiles), "ms": ms})
+def sweep(clock: Clock, settings: Settings, device: torch.device) -> list[dict[str, Any]]:
+    """Times of the usual tiles (None) and of others, and how their results differ; without those that do not fit."""
+    found: list[dict[str, Any]] = []
+    for name, choices in itertools.groupby(swept(settings), lambda entry: entry[0]):
+        options = settings[name][0]
+        given = arguments(device, **options, **({} if "lengths" in options else {"rows": SWEEP_ROWS}))
+        usual = slot_attention(**given)
+        for tiles in (None, *(tiles for _, _, tiles in choices)):
+            entry: dict[str, Any] = {"setting": name, "tiles": tiles and dataclasses.asdict(tiles)}
+            try:
+                entry["difference"] = difference(slot_attention(**given, tiles=tiles), usual)
+                entry["ms"] = clock.device_ms(lambda: slot_attention(**given, tiles=tiles), cold=True)  # noqa: B023
+            except triton.runtime.errors.OutOfResources:
+                continue
+            found.append(entry)
     return found
 
 
@@ -139,22 +152,33 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for attention_times.json")
-    parser.add_argument("--sweep", action="store_true", help=f"other tiles as well, at {SWEEP_ROWS:,} rows")
+    parser.add_argument("--only", default="", metavar="TEXT", help="settings whose names contain it")
+    parser.add_argument("--sweep", action="store_true", help=f"other tiles at {SWEEP_ROWS:,} rows, and nothing else")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, to see that it runs")
     args = parser.parse_args()
     device = torch.device("cpu" if args.dry_run else "cuda")
     began, clock = time.perf_counter(), Clock(device, repeats=30, seconds=0.5)
-    also = [(compile_tiles, (options, tiles, device)) for _, options, tiles in swept()] if args.sweep else []
-    checks, results = check_all(device, args.dry_run, also), []
-    print(f"{time.perf_counter() - began:6.1f} s: checked", flush=True)
+    settings = {n: s for n, s in (TINY_SETTINGS if args.dry_run else SETTINGS).items() if args.only in n}
     torch.set_grad_enabled(False)
-    for name, (options, lengths) in (TINY_SETTINGS if args.dry_run else SETTINGS).items():
-        for rows in lengths:
-            results.append({"setting": name, **measure(clock, options, rows, device)})
-            print(f"{time.perf_counter() - began:6.1f} s: {name}, {rows:,} rows", flush=True)
-    found = sweep(clock, device) if args.sweep and not args.dry_run else []
-    for entry in found:
-        print(entry["setting"], *entry["tiles"].values(), entry["ms"])
+    checks: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    if args.sweep:
+        in_processes(
+            [] if args.dry_run else [(compile_tiles, (options, tiles, device)) for _, options, tiles in swept(settings)]
+        )
+        print(f"{time.perf_counter() - began:6.1f} s: compiled", flush=True)
+        found = sweep(clock, settings, device)
+    else:
+        checks = check_all(device)
+        print(f"{time.perf_counter() - began:6.1f} s: checked", flush=True)
+        for name, (options, lengths) in settings.items():
+            for rows in lengths:
+                results.append({"setting": name, **measure(clock, options, rows, device)})
+                print(f"{time.perf_counter() - began:6.1f} s: {name}, {rows:,} rows", flush=True)
+    for entry in sorted(found, key=lambda entry: (entry["setting"], -entry["ms"])):
+        shape = entry["tiles"].values() if entry["tiles"] else ["usual tiles"]
+        print(entry["setting"], *shape, f"{entry['ms']:.3f} ms, differs by {entry['difference']:.1e}")
     args.out.mkdir(parents=True, exist_ok=True)
     report = {
         **where_and_when(device),
@@ -163,7 +187,8 @@ def main() -> None:
         "sweep": found,
     }
     (args.out / "attention_times.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(table(results))
+    if results:
+        print(table(results))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from triton_worker import Run, interpreter
 
 from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
-from uniprefill_fx.kernels.tiles import Tiles
+from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,31 @@ def test_twin_agrees_with_float64(case: Case) -> None:
     assert_near(slot_attention_reference(**case.arguments(1)), exact(**case.arguments(1)), case.dtype)
 
 
-@pytest.mark.parametrize("tiles", [Tiles(32, 16, 4, 1), Tiles(16, 256, 8, 3)])
-@pytest.mark.parametrize("name", ["window by slot", "requests, everything", "second chunk"])
+OTHER_TILES = [
+    *itertools.product(
+        ("window by slot", "requests, everything", "second chunk"), (Tiles(32, 16, 4, 1), Tiles(16, 256, 8, 3))
+    ),
+    ("window by slot", Tiles(32, 32, 4, 1, heads=2)),
+    ("window by row, batch", Tiles(16, 64, 4, 1, heads=4)),
+    ("requests, window by slot", Tiles(32, 16, 4, 1, heads=2)),
+    ("sinks and nothing else", Tiles(32, 32, 4, 1, heads=2)),
+    ("second chunk", Tiles(64, 128, 8, 1, heads=2)),
+]
+
+
+@pytest.mark.parametrize("name, tiles", OTHER_TILES)
 def test_tiles_do_not_change_the_result(run: Run, name: str, tiles: Tiles) -> None:
     arguments = CASES[name].arguments(2)
     assert_near(run(slot_attention, **arguments, tiles=tiles), exact(**arguments), CASES[name].dtype)
+
+
+@pytest.mark.parametrize(
+    "groups, window, queries, heads",
+    [(8, 128, 9000, 8), (16, 128, 9000, 8), (6, 128, 9000, 2), (5, 128, 9000, 1), (8, None, 9000, 1), (8, 128, 4, 1)],
+)
+def test_heads_share_tiles_of_narrow_windows(groups: int, window: int | None, queries: int, heads: int) -> None:
+    assert attention_tiles(64, 64, 2, queries, groups, window, 1 << 18).heads == heads
+    assert attention_tiles(64, 64, 2, queries, groups, 4096, 1 << 18).heads == 1
 
 
 def test_keys_outside_the_window_are_not_read(run: Run) -> None:
@@ -158,6 +179,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"scale": -1.0}, "scale -1.0"),
     "softcap": ({"softcap": 0.0}, "softcap 0.0"),
     "window": ({"window": 0}, "window 0"),
+    "shared heads": ({"tiles": Tiles(64, 64, 4, 1, heads=2)}, "2 heads in a tile"),
 }
 
 

@@ -1,9 +1,10 @@
 """Prefill attention in which a row's place is its slot (its original index): what `uniprefill::attention` means.
 
-A program holds a tile of queries of one request and goes through the keys that any of them sees, with a running
-softmax in float32. Slots ascend, so those keys are one range of rows, and so are the keys that all of the tile's
-queries see; only tiles of keys outside the second range need a mask. Both ranges are searched for in the slots on the
-device: nothing here waits for the host, and windows cost what they hold, whatever the prompt's length.
+A program holds a tile of queries of one request, of one head or of several that read the same keys, and goes through
+the keys that any query of it sees, with a running softmax in float32. Slots ascend, so those keys are one range of
+rows, and so are the keys that all of the tile's queries see; only tiles of keys outside the second range need a mask.
+Both ranges are searched for in the slots on the device: nothing here waits for the host, and windows cost what they
+hold, whatever the prompt's length.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +22,7 @@ from uniprefill_fx.kernels.varlen import on_device, shared_memory, tanh
 
 
 @triton.jit
-def _first_at_least(slots, low, high, wanted, LANES: tl.constexpr = 128):
+def _first_at_least(slots, low, high, wanted, LANES: tl.constexpr = 256):
     """The first row of [low, high) whose slot is at least `wanted`, or `high`; LANES rows are compared at a time."""
     lane = tl.arange(0, LANES)
     while low < high:
@@ -66,20 +67,25 @@ def _attention_kernel(
     SPANS: tl.constexpr, SLOTS: tl.constexpr, SAME_ROWS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     KEY_MASK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr, SEGMENTS: tl.constexpr,
     CHUNK_STARTS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out[batch, row, head] for a tile of ROWS queries of one request; KEYS keys at a time.
+    """out[batch, row, head] for a tile of ROWS (query, head) pairs of one request; KEYS keys at a time.
+
+    The heads of a tile are HEADS of one group, so that they read the same keys.
 
     `key_mask`, `bias` and `key_segments` hold a column for each key, `segments` one for each slot.
     """
     # late queries see the most keys: those tiles go first, so that none of them is the last to end
-    tile, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1) * HEADS, tl.program_id(2)
+    batch, kv_head = batch.to(tl.int64), (head // GROUPS).to(tl.int64)
+    QUERIES: tl.constexpr = ROWS // HEADS
     q_start, q_end, k_start, k_end = 0, queries, 0, keys
     if SPANS:  # queries and keys are the same rows
         q_start, q_end = tl.load(spans + 2 * batch), tl.load(spans + 2 * batch + 1)
         k_start, k_end = q_start, q_end
-    row = tile * ROWS + tl.arange(0, ROWS)
-    first, last = tl.maximum(tile * ROWS, q_start), tl.minimum(tile * ROWS + ROWS, q_end) - 1
+    row = tile * QUERIES + tl.arange(0, ROWS) // HEADS
+    own_head = head + tl.arange(0, ROWS) % HEADS
+    first, last = tl.maximum(tile * QUERIES, q_start), tl.minimum(tile * QUERIES + QUERIES, q_end) - 1
     some = first <= last  # unless all of the tile is padding
     first, last = tl.minimum(first, queries - 1), tl.maximum(last, 0)
     # rows that do not exist, or are padding, repeat one that is there
@@ -119,8 +125,7 @@ def _attention_kernel(
     high = tl.where(some, high, low)
 
     dim, v_dim = tl.arange(0, DIM_PAD), tl.arange(0, V_PAD)
-    kv_head = (head // GROUPS).to(tl.int64)
-    q_rows = q + batch * q_batch_stride + head.to(tl.int64) * q_head_stride + place.to(tl.int64) * q_row_stride
+    q_rows = q + batch * q_batch_stride + own_head.to(tl.int64) * q_head_stride + place.to(tl.int64) * q_row_stride
     q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
     k_head = k + batch * k_batch_stride + kv_head * k_head_stride
     v_head = v + batch * v_batch_stride + kv_head * v_head_stride
@@ -135,7 +140,7 @@ def _attention_kernel(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if SINKS:  # a logit of weight 1 that has no value
-        highest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        highest = tl.load(sinks + own_head).to(tl.float32) * LOG2E
         total = tl.full((ROWS,), 1.0, tl.float32)
     acc = tl.zeros((ROWS, V_PAD), tl.float32)
     for at in tl.range(low, high, KEYS, num_stages=STAGES):
@@ -175,7 +180,7 @@ def _attention_kernel(
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPANS:
         result = tl.where(((row >= q_start) & (row < q_end))[:, None], result, 0.0)
-    out_rows = out + batch * out_batch_stride + row.to(tl.int64) * out_row_stride + head * V_DIM
+    out_rows = out + batch * out_batch_stride + row.to(tl.int64) * out_row_stride + own_head * V_DIM
     stored = (row < queries)[:, None] & (v_dim < V_DIM)[None, :]
     tl.store(out_rows[:, None] + v_dim[None, :], result.to(out.dtype.element_ty), mask=stored)
 
@@ -218,7 +223,7 @@ def slot_attention(
         bias: (batch or 1, heads, 1, slots) or (heads, 1, slots), added to the logits by head and key slot.
         segments: (batch or 1, slots) integers, equal for the tokens of one prompt where several are packed in a row.
         chunk_start: (batch or 1,) int64, the slot at which the chunks of a row begin; None: 0.
-        tiles: for measurements; `attention_tiles` otherwise.
+        tiles: for measurements; `attention_tiles` otherwise. Their heads must divide a group, and with a bias be 1.
 
     Returns:
         (batch, heads, queries, v_dim) in the dtype of q, laid out as (batch, queries, heads, v_dim). Accumulation,
@@ -230,7 +235,12 @@ def slot_attention(
     if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
     (batch, heads, queries, head_dim), (kv_heads, keys, v_dim) = q.shape, v.shape[1:]
-    tiles = tiles or attention_tiles(head_dim, v_dim, q.element_size(), queries, shared_memory(q.device))
+    groups = heads // kv_heads
+    if tiles is None:
+        shared = 1 if bias is not None else groups  # heads with a bias of their own do not share a tile
+        tiles = attention_tiles(head_dim, v_dim, q.element_size(), queries, shared, window, shared_memory(q.device))
+    if groups % tiles.heads or (bias is not None and tiles.heads > 1):
+        raise ValueError(f"{tiles.heads} heads in a tile, groups of {groups}: wanted a divisor; 1 with a bias")
     segments = None if segments is None else segments.int()
     by_slot, same_rows, key_segments = False, False, segments
     by_head = None if bias is None else bias.reshape(-1, heads, bias.shape[-1])
@@ -243,7 +253,7 @@ def slot_attention(
         return q if x is None else x.contiguous()  # q in the place of what is not read
 
     out = torch.empty(batch, queries, heads, v_dim, dtype=q.dtype, device=q.device)
-    grid = (triton.cdiv(queries, tiles.rows), heads, batch)
+    grid = (triton.cdiv(queries, tiles.rows // tiles.heads), heads // tiles.heads, batch)
     if spans is not None:
         spans = spans.to(q.device, torch.int32, non_blocking=True)
     with on_device(q.device):
@@ -255,13 +265,14 @@ def slot_attention(
             _batch_stride(q_slots), _batch_stride(k_slots), _batch_stride(key_mask),
             _batch_stride(by_head), 0 if by_head is None else by_head.shape[2],
             _batch_stride(segments), _batch_stride(key_segments), _batch_stride(chunk_start),
-            GROUPS=heads // kv_heads, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+            GROUPS=groups, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
             V_DIM=v_dim, V_PAD=max(16, triton.next_power_of_2(v_dim)),
             SPANS=spans is not None, SLOTS=by_slot, SAME_ROWS=same_rows,
             WINDOW=window is not None, CHUNK=chunk is not None, KEY_MASK=key_mask is not None,
             SOFTCAP=softcap is not None, SINKS=sinks is not None, BIAS=bias is not None,
             SEGMENTS=segments is not None, CHUNK_STARTS=chunk_start is not None,
-            ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps, maxnreg=tiles.registers,
+            ROWS=tiles.rows, HEADS=tiles.heads, KEYS=tiles.keys, STAGES=tiles.stages,
+            num_warps=tiles.warps, maxnreg=tiles.registers,
         )  # fmt: skip
     return out.to(dtype).transpose(1, 2)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import triton
 
+NARROW = 512  # a window for which heads share a tile of queries
 FP8_MAX = 448.0  # the largest finite e4m3 number
 
 
@@ -18,12 +20,15 @@ class Tiles:
     """Columns. In `block_scores`, the keys of as many whole blocks as fit, at least one, each block padded to a power
     of two."""
     rows: int
-    """Queries of one head; in `block_scores`, (head of the group, query) pairs, one head's queries after another's."""
+    """Queries of one head, or (query, head) pairs; in `block_scores`, (head of the group, query) pairs, one head's
+    queries after another's."""
     warps: int
     stages: int
     """Tiles in flight of what the loop loads: keys and values, in `block_scores` queries."""
     registers: int | None = None
     """Limit for a thread."""
+    heads: int = 1
+    """Heads of a group that share a tile of `slot_attention`, a power of two."""
 
 
 def default_tiles(head_dim: int, itemsize: int, rows: int, fp8: bool) -> Tiles:
@@ -46,12 +51,18 @@ def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
     return max(1, tiles.keys // triton.next_power_of_2(block_size))
 
 
-def attention_tiles(head_dim: int, v_dim: int, itemsize: int, queries: int, shared_memory: int) -> Tiles:
+def attention_tiles(
+    head_dim: int, v_dim: int, itemsize: int, queries: int, groups: int, window: int | None, shared_memory: int
+) -> Tiles:
     """Tiles of `slot_attention` that fit in `shared_memory` bytes a program.
 
     128 queries on 8 warps are two warp groups, each with the 64 rows of a Hopper matrix instruction, and the
     accumulator of the widest heads takes half of their registers. Fewer keys at a time serve the card no better,
     except where memory is short. A handful of queries (a decode step, drafted tokens) gets the lowest tile there is.
+
+    A tile goes through the window of each of its queries. Where that is narrow, the tile is of 16 queries or more and
+    of as many of the `groups` heads that read the same keys as fill it: 8 heads with a window of 128 go through 144
+    keys, not 256.
     """
     dim, v_dim = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
     widest = max(dim, v_dim)
@@ -63,6 +74,8 @@ def attention_tiles(head_dim: int, v_dim: int, itemsize: int, queries: int, shar
         choices = [Tiles(128 if widest <= 128 else 64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)]
     if queries <= 16:
         choices = [dataclasses.replace(tiles, rows=16, warps=4) for tiles in choices]
+    elif window is not None and window <= NARROW:
+        choices = [dataclasses.replace(tiles, heads=math.gcd(groups, tiles.rows // 16)) for tiles in choices]
     for tiles in choices:
         loaded = (tiles.rows * dim + tiles.stages * tiles.keys * (dim + v_dim)) * itemsize
         if loaded * (2 if itemsize == 4 else 1) <= shared_memory:  # float32 operands are split in two
