@@ -3,6 +3,7 @@
     python benchmarks/accuracy.py --out benchmarks/results/accuracy.json             # 420 s; again: more prompts
     python benchmarks/accuracy.py --out /tmp/small.json --small                      # a few prompts, on the CPU
     python benchmarks/accuracy.py --out benchmarks/results/accuracy.json --table     # no run, only the table
+    python benchmarks/accuracy.py --out all.json --add a.json b.json --table         # runs made side by side
 
 (With PYTHONPATH=. where the package is not installed.) `accuracy_plot.py` draws the JSON.
 
@@ -94,10 +95,18 @@ class Suite:
         self.rows: dict[tuple[Any, ...], Row] = {}
         self.dense: dict[tuple[str, Cell, int], Answer] = {}
         self.report: dict[str, Any] = {"runs": []}
-        if args.out.is_file():
-            self.report = json.loads(args.out.read_text())
-            for row in self.report["rows"]:
-                self.rows[Row(**row).key] = Row(**row)
+        for path in [*([args.out] if args.out.is_file() else []), *args.add]:
+            self.read(json.loads(path.read_text()))
+        if args.add:
+            self.save()
+
+    def read(self, report: dict[str, Any]) -> None:
+        """Take over the rows of an earlier run. Two runs hold the same prompts of a cell, so none may be in both."""
+        self.report["runs"] += report["runs"]
+        for row in (Row(**fields) for fields in report["rows"]):
+            if row.key in self.rows:
+                raise SystemExit(f"--add: {row.key} is in two files; runs side by side need other models or variants")
+            self.rows[row.key] = row
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -230,6 +239,9 @@ def summary(rows: list[Row]) -> str:
             f"Default options (p=0.99, auto), worst of {len(default)} cells: {points:.1f} points below dense (goal "
             f"0.5), mean KL {kl:.5f} (goal 0.01)"
         )
+        n, lost = sum(row.n for row in default), sum(row.lost for row in default)
+        at_most = f", so fewer than {300 / n:.1f} in 100 with 95% confidence" if not lost else ""
+        lines.append(f"All of its cells together: {lost} of {n} answers lost{at_most}")
     return "\n".join(lines)
 
 
@@ -246,6 +258,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="most prompts in a cell (default: as many as fit)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--inner-backend", default="eager", help="compiles the pieces (default: %(default)s)")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="JSON of runs to put into --out as well")
     parser.add_argument("--table", action="store_true", help="only print what --out holds")
     args = parser.parse_args(argv)
     args.lengths = args.lengths or ([1024] if args.small else [1024, 2048, 4096, 8192, 16_384, 32_768])
