@@ -47,7 +47,7 @@ def check_prefill(compiled: Compiled, length: int, **call_options: Any) -> None:
 
 
 @SHARPLY
-@pytest.mark.parametrize("length", [300, 1111, 2049])
+@pytest.mark.parametrize("length", [300, 1111, pytest.param(2049, marks=pytest.mark.slow)])
 def test_two_drops_with_p_of_their_own(compiled: Compiled, length: int) -> None:
     check_prefill(compiled, length)
 

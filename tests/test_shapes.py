@@ -63,7 +63,9 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=list)
+@pytest.mark.parametrize(
+    "call", [CALLS[0], *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS[1:3]), CALLS[3]], ids=list
+)
 def test_no_tensor_of_tokens_by_tokens_in_other_calls(call: dict[str, Any]) -> None:
     report = uniprefill_fx.explain(
         tiny_gemma3(), token_ids(300), call=call, **options_of(DropSpec((1, 3), p=(0.9, 0.8), **SHARP))
