@@ -102,7 +102,6 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
     """{question: {way: function}}; within a question all ways give the same numbers."""
     kept_x, kept_attn = gather(x, attn, rows)
     tokens = x.shape[1]
-    spans = torch.tensor([[0, len(rows)]])
 
     def copied(select: Any) -> Callable[[], Any]:
         return lambda: (select(x, rows, 1), by_rows(select(attn, rows, 2)))
@@ -114,9 +113,8 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
     hidden = compiled(lambda x, attn, rows, w: after(opaque(x, rows, 1), by_rows(opaque(attn, rows, 2)), w))
     rest = compiled(after)
 
-    def by_where(frozen: Tensor, kept: Tensor, rows: Tensor) -> Tensor:
-        place = places(rows, frozen.shape[1])
-        return torch.where((place >= 0)[:, None], kept[:, place.clamp(min=0)], frozen)
+    def copied_over(frozen: Tensor, kept: Tensor, rows: Tensor) -> Tensor:
+        return frozen.index_copy(1, rows, kept)
 
     def by_kernel() -> Tensor:
         out = torch.empty_like(x)
@@ -130,8 +128,8 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
 
         return both
 
-    restored = compiled(with_norm(lambda frozen, kept, rows: ops.restore(frozen, kept, rows[None], spans, 1)))
-    chosen, normed = compiled(with_norm(by_where)), compiled(with_norm(lambda out: out))
+    restored = compiled(with_norm(lambda frozen, kept, rows: ops.restore(frozen, kept, rows[None], 1)))
+    scattered, normed = compiled(with_norm(copied_over)), compiled(with_norm(lambda out: out))
     return {
         "copy": {
             "index_select": copied(lambda t, rows, dim: t.index_select(dim, rows)),
@@ -146,9 +144,9 @@ def ways(x: Tensor, attn: Tensor, rows: Tensor, weight: Tensor, compiled: Callab
             "triton, then inductor": lambda: rest(*gather(x, attn, rows), weight),
         },
         "restore": {
-            "index_copy, then norm": lambda: normed(ops.restore(x, kept_x, rows[None], spans, 1)),
-            "visible to inductor": lambda: restored(x, kept_x, rows),
-            "where, inductor": lambda: chosen(x, kept_x, rows),
+            "index_copy, then norm": lambda: normed(copied_over(x, kept_x, rows)),
+            "index_copy, inductor": lambda: scattered(x, kept_x, rows),
+            "the op, inductor": lambda: restored(x, kept_x, rows),
             "triton, then norm": lambda: normed(by_kernel()),
         },
     }

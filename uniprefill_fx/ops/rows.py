@@ -15,7 +15,7 @@ from torch import Tensor
 
 _library = torch.library.Library("uniprefill", "FRAGMENT")
 _library.define("compact(Tensor x, Tensor rows, int dim, int? batch_dim=None, int fill=0) -> Tensor")
-_library.define("restore(Tensor frozen, Tensor x, Tensor rows, Tensor spans, int dim, int? batch_dim=None) -> Tensor")
+_library.define("restore(Tensor frozen, Tensor x, Tensor rows, int dim, int? batch_dim=None) -> Tensor")
 _library.define("clear_pads(Tensor x, Tensor rows, int dim, int batch_dim) -> Tensor")
 
 
@@ -42,39 +42,34 @@ def compact(x: Tensor, rows: Tensor, dim: int, batch_dim: int | None = None, fil
 
 
 @torch.library.impl(_library, "restore", "CompositeImplicitAutograd")
-def restore(frozen: Tensor, x: Tensor, rows: Tensor, spans: Tensor, dim: int, batch_dim: int | None = None) -> Tensor:
-    """Kept rows `x` scattered over the frozen states of the dropped ones (paper Eq. 8).
+def restore(frozen: Tensor, x: Tensor, rows: Tensor, dim: int, batch_dim: int | None = None) -> Tensor:
+    """Kept rows `x` over the frozen states of the dropped ones (paper Eq. 8).
+
+    Each token looks up which kept row it is, so that Inductor writes the result once, with what reads it next. To
+    scatter `x`, it would copy `frozen` first.
 
     Args:
         frozen: (..., tokens, ...) the residual stream that entered the drop layer.
         x: (..., kept, ...) the stream of the kept rows. rows: (batch, kept) their columns in `frozen`.
-        spans: (batch, 2) int64 on the CPU, the columns of `x` that are no padding.
         batch_dim: the axis of the requests; None: one request.
     """
-    if batch_dim is None:
-        return frozen.index_copy(dim, rows[0], x.to(frozen.dtype))
-    return restore_requests(frozen, x, rows, spans, dim, batch_dim)
-
-
-@torch.library.custom_op("uniprefill::restore_requests", mutates_args=())
-def restore_requests(frozen: Tensor, x: Tensor, rows: Tensor, spans: Tensor, dim: int, batch_dim: int) -> Tensor:
-    """`restore` of a batch, request by request: a boolean mask of its padding would wait for the device."""
-    restored = frozen.clone(memory_format=torch.contiguous_format)
-    whole, kept = (t.movedim((batch_dim, dim), (0, 1)) for t in (restored, x))
-    for r, (start, end) in enumerate(spans.tolist()):
-        whole[r].index_copy_(0, rows[r, start:end], kept[r, start:end].to(frozen.dtype))
-    return restored
-
-
-@restore_requests.register_fake
-def _(frozen, x, rows, spans, dim, batch_dim):  # type: ignore[no-untyped-def]
-    return torch.empty_like(frozen, memory_format=torch.contiguous_format)
+    tokens, kept = frozen.shape[dim], torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+    columns = torch.where(rows < 0, tokens, rows)  # padding has a column of its own, which goes
+    place = rows.new_full((rows.shape[0], tokens + 1), -1).scatter(1, columns, kept)[:, :tokens]
+    chosen = compact(x.to(frozen.dtype), place.clamp(min=0), dim, batch_dim)
+    return torch.where(_along(place >= 0, frozen.ndim, dim, batch_dim), chosen, frozen)
 
 
 @torch.library.impl(_library, "clear_pads", "CompositeImplicitAutograd")
 def clear_pads(x: Tensor, rows: Tensor, dim: int, batch_dim: int) -> Tensor:
     """`x` with zeros in the rows that are padding: what convolutions and recurrences along the tokens may run over."""
-    shape = [1] * x.ndim
-    shape[batch_dim], shape[dim] = rows.shape
-    padding = rows < 0 if batch_dim < dim else (rows < 0).T
-    return x.masked_fill(padding.reshape(shape), 0)
+    return x.masked_fill(_along(rows < 0, x.ndim, dim, batch_dim), 0)
+
+
+def _along(mask: Tensor, ndim: int, dim: int, batch_dim: int | None) -> Tensor:
+    """`mask` (batch, tokens) with its axes at `batch_dim` and `dim`, broadcast over the others of `ndim`."""
+    shape = [1] * ndim
+    shape[dim] = mask.shape[1]
+    if batch_dim is not None:
+        shape[batch_dim] = mask.shape[0]
+    return (mask if batch_dim is None or batch_dim < dim else mask.T).reshape(shape)

@@ -270,7 +270,7 @@ class _Rewriter:
         if (node, -1) not in self.value:
             for ordinal in range(stage, 0, -1):
                 frozen = self.at(self.plan.drops[ordinal - 1].residual, ordinal - 1)
-                where = (self.rows[ordinal], self.spans[ordinal], dim, request_dim(node, dim, self.plan.batch))
+                where = (self.rows[ordinal], dim, request_dim(node, dim, self.plan.batch))
                 value = self.graph.call_function(ops.restore.default, (frozen, value, *where))
             self.value[node, -1] = value
         return self.value[node, -1]
