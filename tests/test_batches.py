@@ -159,6 +159,20 @@ def test_reordered_and_repeated_requests_decode_on(tiny: Compiled) -> None:
 
 
 @torch.inference_mode()
+def test_a_request_taken_out_of_a_batch_decodes_on(tiny: Compiled) -> None:
+    """It kept fewer rows than the other, and without a mask nothing tells its padding."""
+    prompts = prompts_of("tiny", (150, 150))
+    out, call = tiny.prefill(torch.cat(prompts), logits_to_keep=1)
+    cache, bounds = out.past_key_values, torch.tensor(call.cu_seqlens[1])
+    fewer, more = (int(r) for r in bounds.diff().argsort())
+    assert bounds.diff()[fewer] < bounds.diff()[more]
+    cache.batch_select_indices(torch.tensor([fewer]))
+    reference, new = EagerReference(tiny.stock, tiny.spec), token_ids(1, seed=9)
+    reference.prefill(prompts[fewer])
+    assert_near(tiny.model(new, past_key_values=cache).logits, reference.step(new))
+
+
+@torch.inference_mode()
 def test_several_tokens_after_a_batch(tiny: Compiled) -> None:
     """A second turn: more than one query a request, over keys whose places differ by request."""
     prompts = prompts_of("tiny", (150, 97))

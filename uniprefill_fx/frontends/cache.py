@@ -130,6 +130,11 @@ class SlottedLayer(DynamicLayer):
             self.slots = change(self.slots)
         if self.departed is not None:
             self.departed = change(self.departed)
+        if self.slots is not None and len(self.slots) == 1:  # decode takes all rows of a single request for tokens
+            assert self.keys is not None and self.values is not None
+            padding = int((self.slots < 0).sum())
+            self.keys, self.values = (x[:, :, padding:].contiguous() for x in (self.keys, self.values))
+            self.slots = self.slots[:, padding:].contiguous()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
