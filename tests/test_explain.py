@@ -21,6 +21,36 @@ def explained(model: Any, ids: torch.Tensor | None = None, **options: Any) -> st
     return re.sub(r"passes: \d.*", "passes: ...", str(report))
 
 
+class Words(torch.nn.Module):
+    """No decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids) * 2
+
+
+class Hidden(Words):
+    @torch.compiler.disable
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids)
+
+
+def test_no_call_of_another_model() -> None:
+    """Where no graph is a prefill, the prefill that an earlier model ran is not shown as this one's."""
+    assert "kept 208" in explained(tiny_llama())
+    report = uniprefill_fx.explain(Words(), token_ids(300))
+    assert report.call is None and report.savings is None and "this prompt" not in str(report)
+    assert uniprefill_fx.last_call() is not None
+
+
+def test_no_graph() -> None:
+    with pytest.raises(RuntimeError, match="Dynamo handed over no graph"):
+        uniprefill_fx.explain(Hidden(), token_ids(300))
+
+
 class TestText(TestCase):
     maxDiff = None
 

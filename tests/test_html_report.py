@@ -118,7 +118,31 @@ def test_batches_have_a_map_each() -> None:
         assert shown["rows"][2] == [round(sum(t in inside for t in block) / BLOCK, 3) for block in blocks]
         assert shown["texts"][5] == Tokenizer().decode(ids[row, 5 * BLOCK : 6 * BLOCK].tolist())
     assert second["rows"][2][:3] == [0.0] * 3 and first["rows"][2][0] == 1.0
-    assert found.savings is None and not data["figures"]
+    assert len(data["figures"]) == 3
+
+
+def test_a_padded_prompt_by_keyword() -> None:
+    """Ids and mask come by keyword: the map has the columns of the input, and the tokens' text."""
+    ids = token_ids(256)
+    mask = torch.ones_like(ids)
+    mask[0, :60] = 0
+    options: dict[str, Any] = {"p": 0.7, "block_size": BLOCK, "last_n": 16, "sink_tokens": 16}
+    call = {"input_ids": ids, "attention_mask": mask}
+    found = uniprefill_fx.explain(tiny_llama(3), call=call, drop_layers=[1], min_tokens=0, **options)
+    assert found.call is not None and found.call.dropped and found.call.tokens == 196
+    (shown,) = contents(found, Tokenizer())["maps"]
+    inside = set(found.call.kept[1].tolist())
+    assert shown["rows"][2] == [
+        round(sum(t in inside for t in range(i, i + BLOCK)) / BLOCK, 3) for i in range(0, 256, BLOCK)
+    ]
+    assert shown["texts"][5] == Tokenizer().decode(ids[0, 5 * BLOCK : 6 * BLOCK].tolist())
+
+
+def test_a_dense_batch_has_a_map_each() -> None:
+    ids = token_ids(2 * 64).reshape(2, 64)
+    found = uniprefill_fx.explain(tiny_llama(2), ids, drop_layers=[0], min_tokens=100)
+    assert found.call is not None and not found.call.dropped and found.call.tokens == 128
+    assert [(shown["tokens"], shown["rows"]) for shown in contents(found)["maps"]] == [(64, [[1.0], [1.0]])] * 2
 
 
 def test_refusals_are_shown(tmp_path: Path) -> None:

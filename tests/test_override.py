@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 
 import uniprefill_fx
 from uniprefill_fx import OptionError, override
+from uniprefill_fx.html_report import contents
+from uniprefill_fx.selection import as_compiled
 
 SPEC = DropSpec((1, 2), p=0.9, block_size=16, last_n=16, sink_tokens=16)
 
@@ -74,10 +76,19 @@ def test_inner_values_win(model: Any) -> None:
 
 
 def test_explain_shows_it() -> None:
-    with override(p=0.7):
+    """The amount of the call stands at its layer, in the table and on the page."""
+    with override(keep_ratio=0.25):
         report = uniprefill_fx.explain(tiny_llama(), token_ids(300), **options_of(replace(SPEC, drop_layers=(1,))))
-    assert "for this call: p=0.7" in str(report)
+    assert "for this call: keep_ratio=0.25" in str(report) and "keep_ratio=0.25, kept " in str(report)
+    shown = contents(report)
+    assert shown["layers"][1]["drop"].startswith("keep_ratio=0.25: ")
+    assert "keep_ratio=0.25" in shown["about"] and "p=0.9" not in str(report) + shown["about"]
     torch._dynamo.reset()
+
+
+def test_as_compiled(model: Any) -> None:
+    with override(p=0.5), as_compiled():
+        assert not run(model)[1].changed
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,38 @@ def test_windows_count_positions() -> None:
     assert found.kv_bytes == found.dense_kv_bytes == row * (N + 2 * (window - 1))
 
 
+def linears(layer: Any, rows: int) -> int:
+    """FLOPs of a decoder layer's linear layers, as torch counts them while they run."""
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                module(torch.zeros(rows, module.in_features))
+    return int(counter.get_total_flops())
+
+
+def test_padded_batch() -> None:
+    """Products and caches have the rows of the longest prompt, attention those of each."""
+    ids, window, columns, padding = token_ids(2 * 256).reshape(2, 256), 32, 256, 60
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    model = tiny_gemma3(window, layers=4)
+    options: dict[str, Any] = {"drop_layers": [1], "p": 0.6, "min_tokens": 0, **SHARP}
+    report = uniprefill_fx.explain(model, ids, call={"attention_mask": mask}, **options)
+    whole = [torch.arange(columns), torch.arange(columns - padding)]
+    reference = EagerReference(tiny_gemma3(window, layers=4), DropSpec((1,), p=0.6, **SHARP))
+    kept = [reference.prefill(own).kept[1] for own in (ids[:1], ids[1:, padding:])]
+    most, found, layers = max(map(len, kept)), counted(report), model.model.layers
+    assert len(kept[0]) != len(kept[1])
+    assert found.dense_flops[2] == linears(layers[2], 2 * columns) + sum(attention(own, window) for own in whole)
+    assert found.dense_flops[3] == linears(layers[3], 2 * columns) + sum(attention(own) for own in whole)
+    assert found.flops[0] == found.dense_flops[0] == found.dense_flops[2]
+    assert found.flops[2] == linears(layers[2], 2 * most) + sum(attention(own, window) for own in kept)
+    assert found.flops[3] == linears(layers[3], 2 * most) + sum(attention(own) for own in kept)
+    row, sliding = 2 * 2 * KV_HEADS * DIM * 4, window - 1
+    assert found.dense_kv_bytes == row * (2 * columns + 2 * sliding)
+    assert found.kv_bytes == row * (columns + most + 2 * sliding)
+
+
 def test_dense_saves_nothing() -> None:
     report = uniprefill_fx.explain(tiny_llama(), token_ids(N), drop_layers=[1], min_tokens=1000)
     found = counted(report)

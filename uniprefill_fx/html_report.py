@@ -41,10 +41,10 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
     if report.after is not None:
         graphs.append(("Rewritten, after", _code(report.after)))
     tokens = None if call is None else call.tokens
-    ran = "not run" if call is None else "dropped" if call.dropped else f"dense: {call.reason}"
+    ran = "no prefill seen" if call is None else "dropped" if call.dropped else f"dense: {call.reason}"
     options = ", ".join(f"{name}={value!r}" for name, value in _chosen(report).items())
     return {
-        "title": f"uniprefill: {plan.num_layers} layers, " + (f"{tokens:,} tokens" if tokens else "no prompt"),
+        "title": f"uniprefill: {plan.num_layers} layers, " + (f"{tokens:,} tokens" if tokens else "length not known"),
         "about": f"{ran}; {options}",
         "figures": _figures(report, savings),
         "layers": _layers(report, savings),
@@ -59,7 +59,12 @@ def _chosen(report: Report) -> dict[str, Any]:
     """The options that say how much is kept, with what `override()` changed."""
     names = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens", "drop_layers", "window")
     options = {name: getattr(report.config, name) for name in names}
-    options |= report.call.changed if report.call is not None else {}
+    changed = report.call.changed if report.call is not None else {}
+    if "p" in changed or ("keep_ratio" not in changed and options["keep_ratio"] is None):
+        options["keep_ratio"] = None
+    else:
+        options["p"] = None
+    options |= changed
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -77,19 +82,16 @@ def _figures(report: Report, savings: Savings | None) -> list[tuple[str, str]]:
 
 def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
     plan, call = report.plan, report.call
-    drops = {drop.site.layer: drop for drop in plan.drops}
+    amounts = report.amounts
     sites = {site.layer: site for site in plan.sites}
     refused = {refusal.layer: str(refusal) for refusal in plan.refusals if refusal.layer is not None}
     out = []
     for layer in range(plan.num_layers):
         site, rows = sites.get(layer), _rows(report, layer)
         decision = None
-        if layer in drops:
-            amount = (
-                f"p={drops[layer].p:g}" if drops[layer].p is not None else f"keep_ratio={drops[layer].keep_ratio:g}"
-            )
+        if layer in amounts:
             kept = f": {len(call.kept[layer]):,} kept" if call is not None and layer in call.kept else ""
-            decision = amount + kept
+            decision = amounts[layer] + kept
         out.append(
             {
                 "index": layer,
@@ -117,22 +119,21 @@ def _requests(report: Report) -> list[dict[int, Tensor]]:
     call = report.call
     if call is None or call.tokens is None:
         return []
-    count = max((len(bounds) - 1 for bounds in call.cu_seqlens.values()), default=1)
     return [
         {layer: rows[call.cu_seqlens[layer][r] : call.cu_seqlens[layer][r + 1]] for layer, rows in call.kept.items()}
-        for r in range(count)
+        for r in range(len(call.spans))
     ]
 
 
 def _map(report: Report, request: int, kept: dict[int, Tensor], tokenizer: Any) -> dict[str, Any]:
     """By layer and column: the share of the column's tokens that enter the layer (padding: up to the first drop)."""
     call = report.call
-    assert call is not None and call.tokens is not None
-    tokens = call.tokens if report.input_ids is None else report.input_ids.shape[-1]
+    assert call is not None and call.columns is not None
+    tokens = call.columns
     block_size = _chosen(report)["block_size"]
     width = column_width(tokens, auto_block_size(tokens) if block_size == "auto" else block_size)
     texts = None
-    if tokenizer is not None and report.input_ids is not None:
+    if tokenizer is not None and report.input_ids is not None and report.input_ids.numel() == tokens * len(call.spans):
         ids = report.input_ids.reshape(-1, tokens)[request].tolist()
         texts = [str(tokenizer.decode(ids[i : i + width]))[:TEXT] for i in range(0, len(ids), width)]
     rows = kept_map(report.plan.num_layers, tokens, kept, width)

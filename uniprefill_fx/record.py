@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from uniprefill_fx.errors import Refusal
 
 log = logging.getLogger(__name__)
 _state = threading.local()
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,15 @@ class LastCall:
 
     Attributes:
         dropped: whether tokens were dropped. reason: why not (or, where some were, why a drop kept all), or None.
-        tokens: prompt length, of all requests of a batch together and without padding; None when the graph that ran
-            does not know it.
+        tokens: prompt length, of all requests of a batch together, without padding where tokens were dropped; None
+            when the graph that ran does not know it.
         rows: by decoder layer, the rows that entered it (all its keys).
         kept: by drop layer, (kept,) int64: the original positions of the tokens that stayed after it; the columns of
             the input, packed request by request.
         cu_seqlens: by drop layer, where each request begins in `kept`, and where the last one ends.
         changed: options that `override()` changed for this call, or that "auto" chose.
+        columns: length of the input, padding included; None with `tokens`. spans: by request, the first column of its
+            tokens and the one past its last. A dense call does not look at padding: they are all columns there.
     """
 
     dropped: bool
@@ -38,6 +42,8 @@ class LastCall:
     kept: dict[int, Tensor] = field(default_factory=dict)
     cu_seqlens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     changed: dict[str, Any] = field(default_factory=dict)
+    columns: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def work(self) -> float:
@@ -58,6 +64,14 @@ class LastCall:
 def last_call() -> LastCall | None:
     """What the last prefill through this backend did on this thread; None before the first one."""
     return getattr(_state, "last", None)
+
+
+def watched(run: Callable[[], R]) -> tuple[R, LastCall | None]:
+    """What a call returned, and what its last prefill did: None when none of its own reached this backend."""
+    before = last_call()
+    out = run()
+    call = last_call()
+    return out, None if call is before else call
 
 
 def record(call: LastCall) -> None:

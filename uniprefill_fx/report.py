@@ -17,9 +17,10 @@ from uniprefill_fx.errors import Category, Refusal
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.lowering.segments import Segment
 from uniprefill_fx.passes.plan import Plan
-from uniprefill_fx.record import LastCall, last_call
+from uniprefill_fx.record import LastCall, watched
 from uniprefill_fx.runtime import Prefill
 from uniprefill_fx.savings import Savings, estimate
+from uniprefill_fx.selection import arguments
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Report:
 
     Attributes:
         config: the options used. compilations: one for each graph that Dynamo handed over, in order.
-        call: what the prompt's prefill did, as it ran. input_ids: the prompt.
+        call: what the prompt's prefill did, as it ran; None when no graph was a prefill. input_ids: the prompt.
     """
 
     config: PrefillConfig
@@ -74,6 +75,18 @@ class Report:
         """The rewritten graph; None when nothing is dropped."""
         return self.decoder.after
 
+    @property
+    def amounts(self) -> dict[int, str]:
+        """How much each drop layer keeps, as "p=0.9" or "keep_ratio=0.5": as compiled, or as `override()` had it."""
+        out = {}
+        for i, drop in enumerate(self.plan.drops):
+            values = {"p": drop.p, "keep_ratio": drop.keep_ratio}
+            if self.call is not None:
+                values |= arguments(self.call.changed, i, len(self.plan.drops))
+            assert drop.site.layer is not None
+            out[drop.site.layer] = next(f"{n}={values[n]:g}" for n in ("p", "keep_ratio") if values[n] is not None)
+        return out
+
     def to_html(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the report as one page that needs nothing else; with a tokenizer, it shows the tokens' text."""
         Path(path).write_text(html_report.page(self, tokenizer), encoding="utf-8")
@@ -89,21 +102,19 @@ class Report:
 
     def __str__(self) -> str:
         plan, call = self.plan, self.call
-        drops = {drop.site.layer: drop for drop in plan.drops}
+        amounts = self.amounts
         sites = {site.layer: site for site in plan.sites}
         tokens = call.tokens if call is not None else None
-        lines = [self._choice()] if drops else []
+        lines = [self._choice()] if amounts else []
         lines.append(f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}")
         for layer in range(plan.num_layers):
             site = sites.get(layer)
             kind = "no attention" if site is None else str(site.mask) if site.mask else "not understood"
             rows = str(call.rows[layer]) if call is not None and call.rows else str(tokens or "")
             decision = ""
-            if layer in drops:
-                amount = drops[layer].p if drops[layer].p is not None else drops[layer].keep_ratio
-                name = "p" if drops[layer].p is not None else "keep_ratio"
+            if layer in amounts:
                 kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
-                decision = f"{name}={amount:g}{kept}"
+                decision = amounts[layer] + kept
             lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
         lines += [f"graph break: {cost}" for cost in self.breaks]
         lines += [f"refused: {refusal}" for refusal in self.refusals]
@@ -155,7 +166,7 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
         options: as for `uniprefill_fx.compile`; `inner_backend` is "eager" unless given.
 
     Raises:
-        OptionError: an unknown option or a bad value.
+        OptionError: an unknown option or a bad value. RuntimeError: Dynamo handed over no graph.
     """
     config = PrefillConfig.from_options({"inner_backend": "eager", **options_for(model, options)})
     compilations: list[Compilation] = []
@@ -165,6 +176,12 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
     if takes(model, "logits_to_keep"):
         kwargs.setdefault("logits_to_keep", 1)
     with torch.inference_mode():
-        run(*(() if input_ids is None else (input_ids,)), **kwargs)
-    ids = input_ids if isinstance(input_ids, torch.Tensor) and not input_ids.is_floating_point() else None
-    return Report(config, tuple(compilations), last_call(), ids)
+        _, done = watched(lambda: run(*(() if input_ids is None else (input_ids,)), **kwargs))
+    if not compilations:
+        raise RuntimeError(
+            "Dynamo handed over no graph: is the model's forward disabled for it (torch.compiler.disable, "
+            'TORCH_COMPILE_DISABLE)? TORCH_LOGS="dynamo" says more.'
+        )
+    ids = kwargs.get("input_ids") if input_ids is None else input_ids
+    ids = ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
+    return Report(config, tuple(compilations), done, ids)

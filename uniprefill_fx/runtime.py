@@ -92,6 +92,7 @@ class Prefill:
     ) -> None:
         assert plan.count is not None
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
+        self.interpreter: Callable[[fx.GraphModule, dict[str, Any]], Changed] = Changed  # of selections with changes
         self.spans, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
@@ -110,7 +111,8 @@ class Prefill:
             spans = self._spans(args)
         except RefusalError as error:
             out = self.dense(*args)
-            record(LastCall(False, error.refusal, int(args[self.count_input])))
+            columns, prompts = int(args[self.count_input]), self.batch(args)
+            record(LastCall(False, error.refusal, prompts * columns, columns=columns, spans=((0, columns),) * prompts))
         else:
             out = self._drop(spans, args)
         return self.marks(out)
@@ -177,7 +179,7 @@ class Prefill:
             for node in released:
                 del values[node]
             if piece.selection and changed:
-                run = Changed(piece.gm, arguments(changed, len(kept), len(self.plan.drops))).run
+                run = self.interpreter(piece.gm, arguments(changed, len(kept), len(self.plan.drops))).run
             results = run(*operands)
             del operands
             values.update(zip(piece.outputs, results, strict=True))
@@ -186,7 +188,7 @@ class Prefill:
                 if spoiled is None and _spoiled(scores, kept[-1][1] if kept else spans, kept_spans):
                     spoiled = self._warn_of_scores(len(kept))
                 kept.append((rows, kept_spans))
-        self._record(spans, kept, changed, spoiled)
+        self._record(spans, int(args[self.count_input]), kept, changed, spoiled)
         return fx.node.map_arg(self.output, values.__getitem__)
 
     def _warn_of_scores(self, ordinal: int) -> Refusal:
@@ -205,12 +207,13 @@ class Prefill:
     def _record(
         self,
         spans: Tensor,
+        width: int,
         kept: Sequence[tuple[Tensor, Tensor]],
         changed: dict[str, Any],
         spoiled: Refusal | None,
     ) -> None:
         layers = [drop.site.layer for drop in self.plan.drops]
-        tokens = int((spans[:, 1] - spans[:, 0]).sum())
+        tokens, placed = int((spans[:, 1] - spans[:, 0]).sum()), tuple((a, b) for a, b in spans.tolist())
         positions: dict[int, Tensor] = {}
         bounds: dict[int, tuple[int, ...]] = {}
         columns: list[Tensor] | None = None  # by request, the positions of the stream's rows
@@ -227,7 +230,7 @@ class Prefill:
             before = [at for at in layers if at < layer]
             rows_of.append(len(positions[before[-1]]) if before else tokens)
         dropped = spoiled is None or len(positions[layers[-1]]) < tokens
-        record(LastCall(dropped, spoiled, tokens, tuple(rows_of), positions, bounds, changed))
+        record(LastCall(dropped, spoiled, tokens, tuple(rows_of), positions, bounds, changed, width, placed))
 
 
 def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -1,14 +1,17 @@
-"""What a prompt cost and would have cost dense, by counting: FLOPs of one prefill and bytes of its cache.
+"""What prompts cost and would have cost dense, by counting: FLOPs of one prefill and bytes of its cache.
 
 Counted are products of matrices (linear layers, experts, the head) at two operations a multiply-add, and attention at
 2 · (dim of keys + dim of values) for each query, head and key that it sees. Norms, activations, rotary and scans are
 not counted, and scoring is (last_n queries over the rows that enter a drop layer), which is the dropped run's alone.
 The paper (arXiv 2605.06221, Eq. 9) counts the same way by layer: what falls away grows with the dropped rows in linear
-layers, and with the pairs of rows in attention.
+layers, and with the pairs of rows in attention. In a batch, products and caches have the rows of its padding
+as well: all prompts are as long as the one that keeps most. Attention is counted without.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -18,7 +21,7 @@ from torch import Tensor, fx
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import decoder_layer, expression, meta, name_of, shape
+from uniprefill_fx.passes.values import decoder_layer, meta, name_of, shape
 from uniprefill_fx.record import LastCall
 
 PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
@@ -26,7 +29,7 @@ PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
 
 @dataclass(frozen=True)
 class Savings:
-    """Counts of one prompt. `flops` and `dense_flops` are by decoder layer, and -1 stands for what is outside of them.
+    """Counts of one call. `flops` and `dense_flops` are by decoder layer, and -1 stands for what is outside of them.
 
     Attributes:
         kv_bytes, dense_kv_bytes: keys and values that the cache holds after the prefill.
@@ -52,13 +55,12 @@ class Savings:
 
 
 def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCall) -> Savings | None:
-    """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens,
-    and for several prompts at once, whose lengths it does not record."""
-    batch = expression(meta(plan.sites[0].q).shape[0]) if plan.sites else sympy.Integer(1)
-    if call.tokens is None or plan.tokens is None or not plan.sites or batch != 1:
+    """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens."""
+    if call.columns is None or plan.tokens is None or not plan.sites:
         return None
-    total, drops = call.tokens, [drop.site.layer for drop in plan.drops] if call.dropped else []
-    rows = [total, *(len(call.kept[layer]) for layer in drops)]
+    total, prompts = call.columns, len(call.spans)
+    drops = [drop.site.layer for drop in plan.drops] if call.kept else []
+    rows = [total, *(max(b - a for a, b in itertools.pairwise(call.cu_seqlens[layer])) for layer in drops)]
     flops: dict[int, float] = {}
     dense: dict[int, float] = {}
     uncounted: list[str] = []
@@ -66,7 +68,7 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
     interior = {node.name for site in plan.sites for node in site.interior}
     stages = {node.name: stage for node, stage in plan.stage.items()} if drops else {}
     for node in gm.graph.nodes:
-        counted = None if node.name in interior else _product(node, plan.tokens)
+        counted = None if node.name in interior else _product(node, plan.tokens, {plan.batch: sympy.Integer(prompts)})
         if counted is None:
             continue
         each, fixed = counted
@@ -77,26 +79,29 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
         at = -1 if layer is None else layer
         dense[at] = dense.get(at, 0.0) + each * total + fixed
         flops[at] = flops.get(at, 0.0) + each * rows[stages.get(node.name, 0)] + fixed
-    everything = torch.arange(total)
+    everything = [torch.arange(past - first) for first, past in call.spans]
     alive, kv, dense_kv = everything, 0, 0
     for site in plan.sites:
         if site.mask is not None:
             dense[site.layer] = dense.get(site.layer, 0.0) + _attention(site, everything)
             flops[site.layer] = flops.get(site.layer, 0.0) + _attention(site, alive)
-            bytes_of_row, window = _row_bytes(site), site.mask.window
+            bytes_of_row, window = prompts * _row_bytes(site), site.mask.window
             dense_kv += bytes_of_row * _stored(total, window)
-            kv += bytes_of_row * _stored(len(alive), window)
+            kv += bytes_of_row * _stored(rows[sum(at < site.layer for at in drops)], window)
         if site.layer in drops:
             last_n = call.changed.get("last_n", config.last_n)
             heads, dim = int(meta(site.q).shape[1]), int(meta(site.q).shape[3])
-            flops[site.layer] += 2.0 * heads * dim * min(last_n, len(alive)) * len(alive)
-            alive = call.kept[site.layer].cpu()
+            flops[site.layer] += 2.0 * heads * dim * sum(min(last_n, len(own)) * len(own) for own in alive)
+            bounds, kept = itertools.pairwise(call.cu_seqlens[site.layer]), call.kept[site.layer].cpu()
+            alive = [kept[a:b] - first for (a, b), (first, _) in zip(bounds, call.spans, strict=True)]
     return Savings(flops, dense, kv, dense_kv, tuple(uncounted))
 
 
-def _product(node: fx.Node, tokens: sympy.Symbol) -> tuple[float | None, float] | None:
+def _product(
+    node: fx.Node, tokens: sympy.Symbol, known: dict[sympy.Expr, sympy.Expr]
+) -> tuple[float | None, float] | None:
     """(FLOPs for each token, FLOPs whatever the tokens) of a matrix product; (None, 0) if its rows are not understood;
-    None for any other node."""
+    None for any other node. known: sizes of this call."""
     name = name_of(node)
     if name not in PRODUCTS and "grouped_mm" not in name:
         return None
@@ -105,19 +110,19 @@ def _product(node: fx.Node, tokens: sympy.Symbol) -> tuple[float | None, float] 
     inner = shape(left) if left is not None else None
     if out is None or inner is None:
         return None, 0.0
-    count = 2 * sympy.prod(out) * inner[-1]
+    count = sympy.sympify(2 * sympy.prod(out) * inner[-1]).xreplace(known)
     if not count.free_symbols & {tokens}:
         return (0.0, float(count)) if count.is_number else (None, 0.0)
     each = sympy.cancel(count / tokens)
     return (float(each), 0.0) if each.is_number else (None, 0.0)
 
 
-def _attention(site: Site, positions: Tensor) -> float:
-    """FLOPs of one attention over the rows at these original positions."""
+def _attention(site: Site, positions: Sequence[Tensor]) -> float:
+    """FLOPs of one attention over the rows at these original positions of each prompt."""
     assert site.mask is not None
     heads = int(meta(site.q).shape[1])
     dims = int(meta(site.q).shape[3]) + int(meta(site.v).shape[3])
-    return 2.0 * heads * dims * _pairs(site, positions)
+    return 2.0 * heads * dims * sum(_pairs(site, own) for own in positions)
 
 
 def _pairs(site: Site, positions: Tensor) -> int:

@@ -53,6 +53,16 @@ def override(**options: Any) -> Iterator[None]:
         _changes.reset(token)
 
 
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Prompts inside this context do not look at an `override` around it."""
+    token = _changes.set(None)
+    try:
+        yield
+    finally:
+        _changes.reset(token)
+
+
 def changes(tokens: int, auto_blocks: bool) -> dict[str, Any]:
     """The options of one prompt that differ from those of the compilation: what `override` says, and the block size
     that "auto" stands for. `auto_blocks`: whether the model was compiled with `block_size="auto"`."""
@@ -79,7 +89,7 @@ def arguments(changed: Mapping[str, Any], index: int, count: int) -> dict[str, A
 
 
 class Changed(fx.Interpreter):
-    """Runs a selection piece with some arguments of its ops replaced, by name."""
+    """Runs a piece with some arguments of the package's ops replaced, by name."""
 
     def __init__(self, gm: fx.GraphModule, values: Mapping[str, Any]) -> None:
         super().__init__(gm)
@@ -87,8 +97,12 @@ class Changed(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = getattr(target, "_schema", None)
-        if schema is not None and target.namespace == "uniprefill":
-            names = [argument.name for argument in schema.arguments]
-            args = tuple(self.values.get(name, arg) for name, arg in zip(names, args, strict=False))
-            kwargs = {name: self.values.get(name, arg) for name, arg in kwargs.items()}
-        return super().call_function(target, args, kwargs)
+        if schema is None or target.namespace != "uniprefill":
+            return super().call_function(target, args, kwargs)
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return self.call_package(target, given | {n: v for n, v in self.values.items() if n in given})
+
+    def call_package(self, op: Any, values: dict[str, Any]) -> Any:
+        """Run one op of the package: all of its arguments by name."""
+        return op(**values)
