@@ -11,7 +11,7 @@ from eager_reference import DropSpec, EagerReference
 from tiny import tiny_llama, token_ids
 from torch import Tensor
 
-from uniprefill_fx import error_bound
+from uniprefill_fx import error_bound, override
 from uniprefill_fx.bound import BoundReport, DropError, measure
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 24}
@@ -75,6 +75,15 @@ def test_tiny() -> None:
     assert found.drift[0] == found.drift[1] == 0.0
     assert found.drift[2] < 1e-5 and found.drift[3] > 1e-3
     assert str(found).count("\n") == 4
+
+
+def test_options_of_the_call() -> None:
+    """Block sizes chosen by the prompt's length, and `override`, are measured as a compilation with them would be."""
+    chosen: dict[str, Any] = {"drop_layers": [1, 2], "min_tokens": 0, "sink_tokens": 24}
+    want = error_bound(tiny_llama(4), token_ids(300), p=0.7, block_size=128, last_n=40, **chosen)
+    with override(p=0.7, last_n=40):
+        got = error_bound(tiny_llama(4), token_ids(300), p=0.9, block_size="auto", last_n=32, **chosen)
+    assert got == want and want.drops[0].allowed == pytest.approx(0.3) and want.drops[0].kept < 300
 
 
 def test_drift_by_the_reference() -> None:

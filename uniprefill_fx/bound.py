@@ -17,6 +17,7 @@ error of the keys and values that each layer writes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +29,9 @@ from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.ops.scoring import bias_of_request, with_terms
-from uniprefill_fx.passes.values import is_op
-from uniprefill_fx.record import last_call
+from uniprefill_fx.record import watched
 from uniprefill_fx.runtime import Prefill, disabled
+from uniprefill_fx.selection import Changed, arguments
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,14 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
         with disabled():
             run(input_ids, **call)
         dense, watch.written = watch.written, []
-        run(input_ids, **call)
-    done = last_call()
+        _, done = watched(lambda: run(input_ids, **call))
     if done is None or not done.dropped or watch.done is None:
         raise RuntimeError(f"the prompt ran dense: {done.reason if done else 'no prefill reached the backend'}")
     plan = watch.done.plan
     drops = []
-    for drop, found in zip(plan.drops, watch.found, strict=True):
-        allowed = None if drop.p is None else 1.0 - drop.p
+    for i, (drop, found) in enumerate(zip(plan.drops, watch.found, strict=True)):
+        p = arguments(done.changed, i, len(plan.drops)).get("p", drop.p)
+        allowed = None if p is None else 1.0 - p
         drops.append(replace(found, layer=drop.site.layer, allowed=allowed))
     drift: dict[int, float] = {}
     alive: Tensor | None = None
@@ -147,32 +148,29 @@ class _Watch:
             done.run.steps = [(piece, _Looking(piece.gm, self)) for piece, _ in done.run.steps]
             dense: Any = _Looking(done.run.dense.gm, self)
             done.run.dense = dense
+            done.run.interpreter = lambda gm, changed: _Looking(gm, self, changed)
 
-    def look(self, node: fx.Node, values: dict[str, Any], result: Any) -> None:
+    def look(self, name: str, values: dict[str, Any], result: Any) -> None:
         """One op of the package that ran."""
-        if is_op(node, "attention"):
+        if name == "attention":
             self.written.append((values["k"], values["v"]))
-        elif is_op(node, "score"):
+        elif name == "score":
             self.scored = values
-        elif is_op(node, "select"):
+        elif name == "select":
             self.found.append(measure(self.scored, self.written[-1][1], result[0][0]))
 
 
-class _Looking(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, watch: _Watch) -> None:
-        super().__init__(gm)
+class _Looking(Changed):
+    def __init__(self, gm: fx.GraphModule, watch: _Watch, changed: Mapping[str, Any] | None = None) -> None:
+        super().__init__(gm, changed or {})
         self.watch = watch
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        schema = getattr(n.target, "_schema", None)
-        if schema is not None and n.op == "call_function":
-            args, _ = self.fetch_args_kwargs_from_env(n)
-            names = [argument.name for argument in schema.arguments]
-            self.watch.look(n, dict(zip(names, args, strict=False)), result)
+    def call_package(self, op: Any, values: dict[str, Any]) -> Any:
+        result = super().call_package(op, values)
+        self.watch.look(op._schema.name.partition("::")[2], values, result)
         return result
 
 
