@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 import uniprefill_fx
-from uniprefill_fx import OptionError, calibrate
+from uniprefill_fx import OptionError, calibrate, calibration
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 16}
 
@@ -72,6 +73,22 @@ def test_no_drop_fits() -> None:
     assert found.options["p"] == [1.0] and found.kl == pytest.approx(0, abs=1e-12) and found.work == 1.0
 
 
+def test_rounding_above_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends where even the choice without drops differs from dense by more than the budget."""
+    measure = calibration._Trial.measure
+    monkeypatch.setattr(calibration._Trial, "measure", lambda trial, ps: replace(measure(trial, ps), kl=1e-3))
+    found = calibrate(tiny_llama(2), [token_ids(100)], max_kl=1e-4, drop_layers=[0], grid=(0.5,), **SHARP)
+    assert found.options["p"] == [1.0] and found.kl > found.max_kl
+
+
+def test_an_override_around_it() -> None:
+    """It measures the options that it returns."""
+    given: dict[str, Any] = {"max_kl": 0.5, "drop_layers": [0], "grid": (0.7,)} | SHARP
+    want = calibrate(tiny_llama(2), [token_ids(300)], **given)
+    with uniprefill_fx.override(block_size=128, last_n=40):
+        assert calibrate(tiny_llama(2), [token_ids(300)], **given) == want
+
+
 @pytest.mark.slow
 def test_the_model_is_left_alone() -> None:
     model, ids = tiny_llama(3), token_ids(300)
@@ -92,6 +109,10 @@ def test_the_model_is_left_alone() -> None:
         ({"positions": 200}, ValueError, "last_n=128"),
         ({"block_sice": 3}, OptionError, "block_size"),
         ({"prompts": [token_ids(300), token_ids(16)]}, ValueError, "a prompt of 16 tokens"),
+        ({"prompts": [token_ids(300).reshape(2, 150)]}, ValueError, r"a prompt is \(2, 150\): wanted"),
+        ({"prompts": [[1, 2, 3]]}, ValueError, "a prompt is list: wanted"),
+        ({"max_kl": math.nan}, ValueError, "max_kl=nan"),
+        ({"drop_layers": [1]}, RuntimeError, "a drop after layer 1 saves nothing"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], part: str) -> None:

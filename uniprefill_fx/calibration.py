@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +18,9 @@ from uniprefill_fx.api import options_for
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.isolated import isolated, takes
 from uniprefill_fx.passes.plan import Plan
-from uniprefill_fx.record import LastCall, last_call
+from uniprefill_fx.record import LastCall, watched
 from uniprefill_fx.runtime import disabled
-from uniprefill_fx.selection import override
+from uniprefill_fx.selection import as_compiled, override
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +91,8 @@ def calibrate(
 
     Layers are taken from the last to the first, because dropping late costs least, and each gets the smallest p that
     keeps KL within its share of the budget. What is left of the budget then goes to the earliest layers, which save
-    most. Every candidate is measured as a whole, on all prompts, by one compilation. A progress bar is shown (not
-    with `transformers.utils.logging.disable_progress_bar()`).
+    most. Every candidate is measured as a whole, on all prompts, by one compilation. An `override` around the call has
+    no part in it. A progress bar is shown (not with `transformers.utils.logging.disable_progress_bar()`).
 
     Args:
         model: a decoder; it stays as it is, compiled or not.
@@ -103,19 +104,20 @@ def calibrate(
 
     Raises:
         OptionError: an unknown option or a bad value.
-        ValueError: no prompts or too short ones, or a bad budget, grid or number of positions.
-        RuntimeError: a prompt ran dense, so nothing can be measured with it; the message has the reason.
+        ValueError: no prompts, batches of them or too short ones, or a bad budget, grid or number of positions.
+        RuntimeError: nothing can be dropped, or a prompt ran dense, so nothing can be measured with it; the message
+            has the reason.
     """
     given = {name: value for name, value in options.items() if name != "p"}
     merged = {"drop_layers": "all", "inner_backend": "eager", "min_tokens": 0} | given
     config = PrefillConfig.from_options(options_for(model, merged) | {"selection": "top_p", "p": 1.0})
     steps = sorted({1.0, *map(float, grid)}, reverse=True)
-    if max_kl <= 0 or steps[-1] <= 0 or steps[0] > 1 or not 1 <= positions <= config.last_n:
+    if not max_kl > 0 or steps[-1] <= 0 or steps[0] > 1 or not 1 <= positions <= config.last_n:
         raise ValueError(
             f"max_kl={max_kl}, grid={grid}, positions={positions}: wanted a positive budget, values of p in (0, 1], "
             f"and between 1 and last_n={config.last_n} positions"
         )
-    trial = _Trial(model, [ids.reshape(1, -1) for ids in prompts], config, positions)
+    trial = _Trial(model, [_single(ids) for ids in prompts], config, positions)
     layers = trial.layers
     # At most: each layer a bisection of the grid, then single steps; and the result twice.
     bar: Any = tqdm(total=len(layers) * (len(steps).bit_length() + PASSES) + 2, desc="calibrate", unit="trial")
@@ -125,7 +127,7 @@ def calibrate(
         bar.update()
         return trial.measure([steps[i] for i in at])
 
-    try:
+    with as_compiled(), contextlib.closing(bar):
         for order, i in enumerate(reversed(range(len(layers)))):
             share = max_kl * (order + 1) / len(layers)
             low, high = 0, len(steps) - 1  # `low` is known to fit: it was measured, or it drops nothing
@@ -146,12 +148,18 @@ def calibrate(
         found = measure(chosen)
         chosen = _worthwhile(chosen, [found.kept[layer] for layer in layers])
         found = measure(chosen)
-        while found.kl > max_kl:  # leaving a drop out is milder, but the blocks of later ones are others then
+        while found.kl > max_kl and any(chosen):  # leaving a drop out is milder, but later blocks are others then
             chosen = [max(0, at - 1) for at in chosen]
             found = measure(chosen)
-    finally:
-        bar.close()
     return _result(layers, [steps[i] for i in chosen], found, max_kl, given, trial.runs)
+
+
+def _single(ids: Tensor) -> Tensor:
+    """(1, tokens) of (tokens,) or (1, tokens)."""
+    if not isinstance(ids, Tensor) or ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1):
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"a prompt is {got}: wanted a tensor of token ids, (tokens,) or (1, tokens)")
+    return ids.reshape(1, -1)
 
 
 def _worthwhile(chosen: Sequence[int], kept: Sequence[float]) -> list[int]:
@@ -199,6 +207,8 @@ class _Trial:
             raise RuntimeError("nothing can be dropped in this model: " + ("; ".join(reasons) or "no graph was traced"))
         num_layers = max(plan.num_layers for plan in plans)
         self.layers = sorted({layer for layer in sites if layer is not None and layer < num_layers - 1})
+        if not self.layers:
+            raise RuntimeError(f"a drop after layer {num_layers - 1} saves nothing: it is the last one")
         self.last = [layer for layer in sorted({s for s in sites if s is not None}) if layer not in self.layers]
 
     def measure(self, ps: Sequence[float]) -> _Measured:
@@ -219,10 +229,8 @@ class _Trial:
     @torch.inference_mode()
     def _logprobs(self, ids: Tensor) -> tuple[Tensor, LastCall]:
         """(positions, vocabulary) float64 log-probabilities of the last positions, and what the call did."""
-        before = last_call()
-        out = self.run(ids, **self.kwargs)
-        call = last_call()
-        if call is None or call is before:
+        out, call = watched(lambda: self.run(ids, **self.kwargs))
+        if call is None:
             raise RuntimeError("the prompt ran past the backend: Dynamo gave up compiling the model")
         self.runs += 1
         logits = out if isinstance(out, Tensor) else out[0]

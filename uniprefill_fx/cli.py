@@ -27,6 +27,7 @@ import uniprefill_fx
 from uniprefill_fx.config import OptionError
 from uniprefill_fx.errors import StrictError
 from uniprefill_fx.isolated import unwrapped
+from uniprefill_fx.record import watched
 from uniprefill_fx.tracelog import decisions
 
 DEFAULT_TOKENS = 4096
@@ -217,7 +218,8 @@ def explain(args: argparse.Namespace, subject: Subject, options: dict[str, Any])
 def _ran(call: uniprefill_fx.LastCall | None) -> dict[str, Any]:
     """What a prefill did, fit for JSON."""
     if call is None:
-        return {"dropped": False, "reason": "no prefill reached the backend"}
+        call = uniprefill_fx.LastCall(False, None, None)
+        return _ran(call) | {"reason": "no prefill reached the backend"}
     return {
         "dropped": call.dropped,
         "reason": str(call.reason) if call.reason is not None else None,
@@ -239,15 +241,14 @@ def demo(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) ->
 
     with torch.inference_mode():
         say(f"dropped: tracing, and compiling with {args.inner_backend!r}")
-        tokens, logprobs = generate()
-        call = uniprefill_fx.last_call()
+        (tokens, logprobs), call = watched(generate)
         say("dense, by the same trace")
         with uniprefill_fx.disabled():
             dense_tokens, dense = generate()
     kl = float((dense.exp() * (dense - logprobs)).sum())
     result = _ran(call) | {"kl": kl, "dense": subject.read(dense_tokens), "text": subject.read(tokens)}
     same = "the same tokens" if tokens == dense_tokens else "different tokens"
-    lines = [str(call), f"KL of the next token from dense: {kl:.2g}; {same} follow"]
+    lines = [str(call or result["reason"]), f"KL of the next token from dense: {kl:.2g}; {same} follow"]
     return result, "\n".join([*lines, f"dense:   {result['dense']!r}", f"dropped: {result['text']!r}"])
 
 
@@ -265,7 +266,8 @@ def bench(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -
     with torch.inference_mode():
         for ids in subject.prompts:
             say(f"{ids.shape[1]:,} tokens: compiling with {args.inner_backend!r} where it is new")
-            rows.append(_in_turn(lambda ids=ids: seconds(ids), args.repeats))  # type: ignore[misc]
+            times = _in_turn(lambda ids=ids: seconds(ids), args.repeats)  # type: ignore[misc]
+            rows.append(times | {"tokens": ids.shape[1]})
     head = f"{'tokens':>8} {'dense ms':>10} {'dropped ms':>11} {'ratio':>6} {'work':>5}"
     lines = [
         f"{row['tokens']:>8} {row['dense_ms']:>10.1f} {row['dropped_ms']:>11.1f} {row['ratio']:>6.2f} "
@@ -282,7 +284,7 @@ def _in_turn(run: Callable[[], float], repeats: int) -> dict[str, Any]:
     for _ in range(repeats + 1):
         with uniprefill_fx.disabled():
             times["dense"].append(run())
-        times["dropped"].append(run())
-    call = uniprefill_fx.last_call()
+        took, call = watched(run)
+        times["dropped"].append(took)
     dense, dropped = (1e3 * statistics.median(times[name][1:]) for name in ("dense", "dropped"))
     return _ran(call) | {"dense_ms": dense, "dropped_ms": dropped, "ratio": dense / dropped}
