@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_the_bound_is_tight() -> None:
     scored = {"q": torch.zeros(1, 1, 2, 4), "k": k, "scale": 1.0, "last_n": 1}
     got = measure(scored, v, torch.tensor([1]))
     assert (got.mass, got.error, got.bound, got.worst_ratio) == (0.5, 3.0, 3.0, 1.0)
+
+
+@pytest.mark.parametrize(("distance", "mass"), [(1000.0, 1.0), (-1000.0, 0.0), (-40.0, math.exp(-40))])
+def test_nearly_all_or_nothing_is_lost(distance: float, mass: float) -> None:
+    """Masses that round to 1, to 0, and to far below the precision of the weights."""
+    k = torch.tensor([[[[distance], [0.0]]]])
+    v = torch.tensor([[[[3.0, 0, 0, 0], [-3.0, 0, 0, 0]]]])
+    scored = {"q": torch.ones(1, 1, 2, 1), "k": k, "scale": 1.0, "last_n": 1}
+    got = measure(scored, v, torch.tensor([1]))
+    assert (got.mass, got.error, got.bound) == pytest.approx((mass, 6 * mass, 6 * mass), rel=1e-9, abs=1e-300)
+    assert got.holds and got.worst_ratio == pytest.approx(float(mass > 0))
+
+
+def test_a_broken_model_does_not_hold() -> None:
+    model = tiny_llama(3)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = math.nan
+    assert not error_bound(model, token_ids(100), drop_layers=[1], p=0.5, min_tokens=0, **SHARP).holds
 
 
 def test_a_broken_allowance_shows() -> None:

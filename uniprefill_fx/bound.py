@@ -180,13 +180,16 @@ def measure(scored: dict[str, Any], v: Tensor, rows: Tensor) -> DropError:
     q, k = scored["q"][0], scored["k"][0]
     dropped = torch.ones(k.shape[1], dtype=torch.bool, device=k.device)
     dropped[rows] = False
-    weights = _weights(scored, q[:, -scored["last_n"] :], k)
+    queries = q[:, -scored["last_n"] :]
+    weights, few = _weights(scored, queries, k), _weights(scored, queries, k, dropped)
     values = v[0].double().repeat_interleave(q.shape[0] // v.shape[1], dim=0)
-    mass = weights[..., dropped].sum(-1)
-    kept = torch.where(dropped, 0.0, weights) / (1.0 - mass)[..., None]
-    error = torch.matmul(weights - kept, values).norm(dim=-1)
+    lost = torch.where(dropped, weights, 0.0)
+    mass = lost.sum(-1)
+    # The full weight of a kept key is (1 - mass) of its weight among the kept. Taken apart so, rounding is relative to
+    # the mass, and a mass of 1 divides nothing by 0.
+    error = torch.matmul(lost - mass[..., None] * few, values).norm(dim=-1)
     bound = 2.0 * mass * values.norm(dim=-1).amax(-1)[:, None]
-    ratio = torch.where(bound > 0, error / bound.clamp(min=1e-300), 0.0)
+    ratio = torch.where(bound == 0, 0.0, error / bound)  # NaN stays, and then the bound does not hold
     return DropError(
         layer=-1,
         kept=len(rows),
@@ -199,9 +202,9 @@ def measure(scored: dict[str, Any], v: Tensor, rows: Tensor) -> DropError:
     )
 
 
-def _weights(scored: dict[str, Any], q: Tensor, k: Tensor) -> Tensor:
-    """float64 attention (heads, queries, keys) of the last queries over all keys; a sink's share is left out, so that
-    a row may sum to less than 1."""
+def _weights(scored: dict[str, Any], q: Tensor, k: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """float64 attention (heads, queries, keys) of the last queries over all keys but the dropped ones; a sink's share
+    is left out, so that a row may sum to less than 1."""
     n, length = q.shape[1], k.shape[1]
     keys = k.double().repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     logits = torch.matmul(q.double(), keys.transpose(1, 2)) * float(scored["scale"])
@@ -209,7 +212,7 @@ def _weights(scored: dict[str, Any], q: Tensor, k: Tensor) -> Tensor:
     own = None if bias is None else bias_of_request(bias, q.shape[0], 0)
     logits = with_terms(logits[None], scored.get("softcap"), own, None if slots is None else slots[0])[0]
     hidden = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
-    logits = logits.masked_fill(hidden, -torch.inf)
+    logits = logits.masked_fill(hidden if dropped is None else hidden | dropped, -torch.inf)
     sinks = scored.get("sinks")
     if sinks is not None:
         logits = torch.cat([logits, sinks.double().reshape(-1, 1, 1).expand(-1, n, 1)], -1)
