@@ -120,17 +120,34 @@ ERRORS: dict[str, tuple[list[str], str]] = {
         "the file must hold token ids, numbers from 0 to 255",
     ),
     "too long": (["--model", "{model}", "--prompt-file", "{ids}", "--tokens", "9"], "--tokens 9: "),
+    "power": (["--model", "{model}", "--prompt-file", "{power}"], "the file must hold token ids"),
+    "no utf-8": (["--model", "{model}", "--prompt-file", "{latin}"], "no text in UTF-8"),
+    "broken": (["--model", "{broken.gguf}"], "transformers cannot load it"),
+    "device": (["--model", "{model}", "--device", "abacus"], "--device abacus: "),
+    "no place": (["--model", "{model}", "--html", "nowhere/report.html"], "--html nowhere/report.html: no folder"),
+    "place": (["--model", "{model}", "--html", "{tmp}"], "it is a folder"),
     "empty": (["--model", "{model}", "--prompt-file", "{none}"], "it holds no tokens"),
 }
 
 
 @pytest.mark.parametrize(("argv", "part"), ERRORS.values(), ids=ERRORS)
 def test_errors(model: str, argv: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in {"text": "some words", "ids": "1 2 3", "none": " "}.items():
-        (tmp_path / name).write_text(text)
+    for name, text in {"text": "some words", "ids": "1 2 3", "none": " ", "power": "1 \N{SUPERSCRIPT TWO}"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        argv = [word.replace("{" + name + "}", str(tmp_path / name)) for word in argv]
+    for name, content in {"latin": b"\xe9", "broken.gguf": b"GGUF"}.items():
+        (tmp_path / name).write_bytes(content)
         argv = [word.replace("{" + name + "}", str(tmp_path / name)) for word in argv]
     argv = [word.replace("{tmp}", str(tmp_path)).replace("{model}", model) for word in argv]
     assert main(["explain", *argv]) == 2
     shown = capsys.readouterr()
     assert not shown.out and shown.err.splitlines()[-1].startswith("uniprefill_fx explain: ")
     assert part in shown.err
+
+
+@pytest.mark.parametrize("argv", [["--tokens", "0"], ["--tokens", "-5"], ["--tokens", "8", "x"]])
+def test_numbers_of_tokens(argv: list[str], prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the whole file for 0, nor the file without its beginning for a negative number."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "--model", "nowhere", "--prompt-file", str(prompt), *argv])
+    assert "argument --tokens: " in capsys.readouterr().err

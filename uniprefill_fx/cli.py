@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,12 @@ import torch
 from torch import Tensor
 
 import uniprefill_fx
+from uniprefill_fx.cli_inputs import Subject, UserError, load, say
 from uniprefill_fx.config import OptionError
 from uniprefill_fx.errors import StrictError
 from uniprefill_fx.isolated import unwrapped
 from uniprefill_fx.record import watched
 from uniprefill_fx.tracelog import decisions
-
-DEFAULT_TOKENS = 4096
-
-
-class UserError(Exception):
-    """Something the user can mend: the message says what was wrong and what to do."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A loaded model, its tokenizer (None if it has none), and prompts (1, tokens) int64 on its device."""
-
-    model: Any
-    tokenizer: Any
-    prompts: list[Tensor]
-
-    def read(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         command.add_argument("--model", required=True, help="hub name, folder, or GGUF file")
         command.add_argument("--prompt-file", type=Path, help="text; token ids for a model without a tokenizer")
-        command.add_argument("--tokens", type=int, nargs="+", help="prompt lengths: cuts the file, or random tokens")
+        command.add_argument("--tokens", type=_positive, nargs="+", help="lengths: cuts the file, or random tokens")
         command.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
         command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -88,14 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("--inner-backend", default="inductor", help="compiles the pieces (%(default)s)")
         if name == "demo":
-            command.add_argument("--new-tokens", type=int, default=16)
+            command.add_argument("--new-tokens", type=_positive, default=16)
         if name == "bench":
-            command.add_argument("--repeats", type=int, default=5)
+            command.add_argument("--repeats", type=_positive, default=5)
     return parser
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: wanted a number, 1 or more")
+    return int(text)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,84 +103,6 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         options[name] = value(given)
     uniprefill_fx.PrefillConfig.from_options(options)
     return options
-
-
-# Loading
-
-
-def load(args: argparse.Namespace) -> Subject:
-    """The model and its prompts.
-
-    Raises:
-        UserError: no such model or file, or a prompt that does not fit the model.
-    """
-    if args.prompt_file is not None and not args.prompt_file.is_file():
-        raise UserError(f"--prompt-file {args.prompt_file}: no such file")
-    model, tokenizer = _load_model(args.model, args.device)
-    prompts = [ids.to(args.device) for ids in _prompts(args, model, tokenizer)]
-    say(f"{type(model).__name__} on {args.device}, {', '.join(f'{ids.shape[1]:,}' for ids in prompts)} tokens")
-    return Subject(model, tokenizer, prompts)
-
-
-def _load_model(name: str, device: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where, extra = name, {}
-    if name.endswith(".gguf"):
-        if not Path(name).is_file():
-            raise UserError(f"--model {name}: no such file")
-        where, extra = str(Path(name).parent), {"gguf_file": Path(name).name}
-    elif name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise UserError(f"--model {name}: no such folder")
-    say(f"loading {name}")
-    # Not every CPU multiplies bfloat16 well; float32 is the safe choice there.
-    dtype = "auto" if device != "cpu" else torch.float32
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"--model {name}: transformers cannot load it: {error}") from error
-    tokenizer = None
-    if _has_tokenizer(Path(where), extra):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-        except (OSError, ValueError, ImportError) as error:
-            say(f"the tokenizer cannot be loaded: {error}")
-    if tokenizer is None:
-        say("no tokenizer: prompts are token ids")
-    return model.to(device).eval(), tokenizer
-
-
-def _has_tokenizer(folder: Path, extra: dict[str, Any]) -> bool:
-    """For a folder without one, transformers makes an empty tokenizer of the model's type, which reads nothing."""
-    files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-    return bool(extra) or not folder.is_dir() or any(path for pattern in files for path in folder.glob(pattern))
-
-
-def _prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Tensor]:
-    """(1, tokens) int64 each. From the file, cut at its beginning, so that its end (the question) stays."""
-    vocabulary = model.config.get_text_config().vocab_size
-    if args.prompt_file is None:
-        random = torch.Generator().manual_seed(0)
-        say("no --prompt-file: random tokens, over which attention spreads widely")
-        return [torch.randint(vocabulary, (1, n), generator=random) for n in args.tokens or [DEFAULT_TOKENS]]
-    text = args.prompt_file.read_text(encoding="utf-8")
-    ids = list(tokenizer(text)["input_ids"]) if tokenizer is not None else _numbers(text, vocabulary, args)
-    if not ids:
-        raise UserError(f"--prompt-file {args.prompt_file}: it holds no tokens")
-    for n in args.tokens or []:
-        if n > len(ids):
-            raise UserError(f"--tokens {n}: {args.prompt_file} has {len(ids)} tokens")
-    return [torch.tensor([ids[-n:]]) for n in args.tokens or [len(ids)]]
-
-
-def _numbers(text: str, vocabulary: int, args: argparse.Namespace) -> list[int]:
-    words = text.split()
-    if not all(word.isdigit() and int(word) < vocabulary for word in words):
-        raise UserError(
-            f"--prompt-file {args.prompt_file}: the model has no tokenizer, so the file must hold token ids, numbers "
-            f"from 0 to {vocabulary - 1} with spaces between them"
-        )
-    return [int(word) for word in words]
 
 
 # Commands

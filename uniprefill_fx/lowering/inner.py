@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.option_checks import BACKEND_NAME
 
 InnerBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -25,7 +26,7 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
         try:
             chosen = torch._dynamo.lookup_backend(chosen)
         except torch._dynamo.exc.InvalidBackend:
-            names = ", ".join(torch._dynamo.list_backends())
+            names = ", ".join(name for name in torch._dynamo.list_backends() if name != BACKEND_NAME)
             raise OptionError(
                 "inner_backend", config.inner_backend, f"{names}, or a callable", "Register the backend first."
             ) from None
