@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import NAMES, folder
 from exactness import Case, Compiled
+from triton_worker import Run, interpreter, on_cuda
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -22,6 +23,16 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Where kernels run: in Triton's interpreter, and on a card."""
+    if request.param == "cuda":
+        yield Run(on_cuda, slack=10.0)
+    else:
+        with interpreter() as run:
+            yield run
 
 
 @pytest.fixture(params=NAMES)

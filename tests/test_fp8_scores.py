@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from eager_reference import DropSpec
 from exactness import options_of
 from tiny import tiny_llama, token_ids
 from torch import Tensor
-from triton_worker import Run, interpreter
+from triton_worker import Run
 
 import uniprefill_fx
 from uniprefill_fx import OptionError
@@ -21,12 +20,6 @@ from uniprefill_fx.ops.scoring import score_reference
 
 BLOCK, TOKENS, LAST_N = 16, 512, 8
 FP8, FP32 = torch.float8_e4m3fn, torch.float32
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with interpreter() as run:
-        yield run
 
 
 def peaked() -> tuple[Tensor, Tensor]:

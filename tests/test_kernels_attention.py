@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import CASES, Case, exact
 from torch import Tensor
-from triton_worker import Run, interpreter
+from triton_worker import Run
 
 from uniprefill_fx.kernels.slot_attention import slot_attention
 from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
 
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with interpreter() as run:
-        yield run
-
-
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 5e-6}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
     assert got.dtype == dtype and got.shape == want.shape
     assert got.transpose(1, 2).is_contiguous()
-    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype] * (slack if dtype == torch.float32 else 1.0)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
 @each_case
 def test_attention_is_that_of_float64(run: Run, case: Case) -> None:
     arguments = case.arguments()
-    assert_near(run(slot_attention, **arguments), exact(**arguments), case.dtype)
+    assert_near(run(slot_attention, **arguments), exact(**arguments), case.dtype, run.slack)
 
 
 @each_case
@@ -59,7 +52,7 @@ OTHER_TILES = [
 @pytest.mark.parametrize("name, tiles", OTHER_TILES)
 def test_tiles_do_not_change_the_result(run: Run, name: str, tiles: Tiles) -> None:
     arguments = CASES[name].arguments(2)
-    assert_near(run(slot_attention, **arguments, tiles=tiles), exact(**arguments), CASES[name].dtype)
+    assert_near(run(slot_attention, **arguments, tiles=tiles), exact(**arguments), CASES[name].dtype, run.slack)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +74,14 @@ def test_keys_outside_the_window_are_not_read(run: Run) -> None:
         x[:, :, outside] = torch.nan
     arguments["q"], arguments["q_slots"] = arguments["q"][:, :, -1:], slots[None, -1:]
     assert 0 < int((~outside).sum()) < 90  # the window is narrower in rows than in slots
-    assert_near(run(slot_attention, **arguments), want[:, :, -1:], torch.float32)
+    assert_near(run(slot_attention, **arguments), want[:, :, -1:], torch.float32, run.slack)
 
 
 def test_large_logits_do_not_overflow(run: Run) -> None:
     arguments = CASES["sinks and nothing else"].arguments(4)
     arguments["q"] *= 30
     got = run(slot_attention, **arguments)
-    torch.testing.assert_close(got.double(), exact(**arguments), rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.double(), exact(**arguments), rtol=0, atol=1e-4 * run.slack)
 
 
 def test_a_nan_key_reaches_the_queries_that_see_it_and_no_other_request(run: Run) -> None:
@@ -108,7 +101,7 @@ def test_padding_is_not_read_and_gives_zeros(run: Run) -> None:
     for name in "qkv":
         arguments[name].transpose(1, 2)[padding] = torch.nan
     got = run(slot_attention, **arguments)
-    assert_near(got, want, torch.float32)
+    assert_near(got, want, torch.float32, run.slack)
     assert (got.transpose(1, 2)[padding] == 0).all()
 
 
@@ -158,7 +151,7 @@ def test_what_runs_on_cuda(run: Run, name: str, kernel: bool) -> None:
     arguments = case.arguments(6)
     got, ran = run(as_on_cuda, **arguments)
     assert ran == kernel
-    assert_near(got, exact(**arguments), case.dtype)
+    assert_near(got, exact(**arguments), case.dtype, run.slack)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

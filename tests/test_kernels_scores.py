@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton_worker import Run, interpreter
+from triton_worker import Run
 
 from uniprefill_fx.kernels.block_scores import block_scores
 from uniprefill_fx.kernels.block_scores_reference import block_scores_reference
 from uniprefill_fx.kernels.tiles import Tiles
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with interpreter() as run:
-        yield run
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float) -> None:
 def test_scores_are_those_of_float64(run: Run, case: Case) -> None:
     arguments = case.arguments()
     got, want = run(block_scores, **arguments), exact(**arguments)
-    assert_near(got, want, 3e-6)
+    assert_near(got, want, 3e-6 * run.slack)
     queries = sum(min(case.last_n, length) for length in case.lengths)
     assert got.sum().item() == pytest.approx(case.heads * queries, rel=1e-5)
     assert bool((got[want == 0] == 0).all())  # entries that no block uses
@@ -120,7 +113,7 @@ def test_twin_agrees_with_float64(case: Case) -> None:
 def test_softcap(run: Run, softcap: float) -> None:
     arguments = CASES["odd lengths"].arguments(1)
     want = exact(**arguments, softcap=softcap)
-    assert_near(run(block_scores, **arguments, softcap=softcap), want, 1e-5)
+    assert_near(run(block_scores, **arguments, softcap=softcap), want, 1e-5 * run.slack)
     assert_near(block_scores_reference(**arguments, softcap=softcap), want, 1e-5)
 
 
@@ -129,7 +122,7 @@ def test_sinks_take_their_share(run: Run) -> None:
     sinks = torch.linspace(-3.0, 9.0, 6).half()  # from a share of next to nothing to most of the mass
     want, without = exact(**arguments, sinks=sinks), exact(**arguments)
     assert want.sum() < 0.8 * without.sum()
-    assert_near(run(block_scores, **arguments, sinks=sinks[:, None]), want, 1e-5)
+    assert_near(run(block_scores, **arguments, sinks=sinks[:, None]), want, 1e-5 * run.slack)
     assert_near(block_scores_reference(**arguments, sinks=sinks), want, 1e-5)
 
 
@@ -149,7 +142,7 @@ def test_fp8_is_exact_where_e4m3_holds_the_operands(run: Run, name: str) -> None
         x.copy_(torch.randint(-7, 8, x.shape, generator=generator) * power[:, None] / 8)
         x[:, :, 0] = 7 * power / 8
     want = exact(**arguments)
-    assert_near(run(block_scores, **arguments, dtype="fp8"), want, 5e-6)
+    assert_near(run(block_scores, **arguments, dtype="fp8"), want, 5e-6 * run.slack)
     assert_near(block_scores_reference(**arguments, dtype="fp8"), want, 5e-6)
 
 
@@ -166,7 +159,7 @@ def test_fp8_stays_near_on_any_operands(run: Run, name: str) -> None:
 @pytest.mark.parametrize("tiles", [Tiles(128, 64, 4, 2), Tiles(16, 16, 4, 1), Tiles(512, 128, 8, 3, registers=128)])
 def test_tiles_do_not_change_the_scores(run: Run, tiles: Tiles) -> None:
     arguments = CASES["block size not a power of two"].arguments(3)
-    assert_near(run(block_scores, **arguments, tiles=tiles), exact(**arguments), 3e-6)
+    assert_near(run(block_scores, **arguments, tiles=tiles), exact(**arguments), 3e-6 * run.slack)
 
 
 def with_unshared_tiles(**arguments: Any) -> Tensor:
@@ -180,7 +173,7 @@ def with_unshared_tiles(**arguments: Any) -> Tensor:
 def test_a_program_can_take_many_tiles_of_queries(run: Run, dtype: str, tolerance: float) -> None:
     arguments = CASES["many tiles of rows and keys"].arguments(6)
     got = run(with_unshared_tiles, **arguments, dtype=dtype)
-    assert_near(got, exact(**arguments), tolerance)
+    assert_near(got, exact(**arguments), tolerance * run.slack)
     torch.testing.assert_close(got, run(block_scores, **arguments, dtype=dtype), rtol=0, atol=0)
 
 
@@ -188,7 +181,7 @@ def test_large_logits_do_not_overflow(run: Run) -> None:
     arguments = CASES["one group, small blocks"].arguments(4)
     arguments["q"] *= 300
     got = run(block_scores, **arguments)
-    assert_near(got, exact(**arguments), 1e-3)  # logits near 1,000 in float32 are good to 1e-4
+    assert_near(got, exact(**arguments), 1e-3 * run.slack)  # logits near 1,000 in float32 are good to 1e-4
 
 
 def test_a_nan_key_spoils_only_its_own_request(run: Run) -> None:

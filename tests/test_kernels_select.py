@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton_worker import Run, interpreter
+from triton_worker import Run
 
 from uniprefill_fx.kernels.select_blocks import mark_blocks, select_blocks, select_blocks_reference
 from uniprefill_fx.ops.scoring import packed_select as torch_op
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with interpreter() as run:
-        yield run
 
 
 def packed(lengths: Sequence[int]) -> Tensor:

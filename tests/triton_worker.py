@@ -1,4 +1,4 @@
-"""Runs kernels in Triton's interpreter, on CPU tensors, in a process of their own.
+"""Runs kernels on CPU tensors: in Triton's interpreter, in a process of its own, or on a card and back.
 
 Triton reads TRITON_INTERPRET when it decorates a function, its own library functions included, so the variable must be
 set before triton is first imported. In the pytest process another test may have imported it by then (torch.compile
@@ -11,13 +11,28 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
-Run = Callable[..., Any]
+
+@dataclass(frozen=True)
+class Run:
+    """`run(function, *args, **options)` calls a module's function where kernels run; what it raises is raised here.
+
+    `slack`: how many times the interpreter's rounding is allowed. A card multiplies float32 as three products of TF32,
+    and adds products of eight bits in fewer bits than float32 has.
+    """
+
+    call: Callable[..., Any]
+    slack: float = 1.0
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return self.call(function, *args, **options)
 
 
 def _call(payload: bytes) -> bytes:
@@ -29,7 +44,7 @@ def _call(payload: bytes) -> bytes:
 
 @contextmanager
 def interpreter() -> Iterator[Run]:
-    """`run(function, *args, **options)` calls a module's function in the worker; what it raises is raised here."""
+    """Calls in the worker."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
 
         def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -42,4 +57,18 @@ def interpreter() -> Iterator[Run]:
                 "PYTHONWARNINGS", "ignore::RuntimeWarning"
             )  # numpy's, where a kernel means exp2(-inf) and the like
             pool.submit(int).result()  # starts the process
-        yield run
+        yield Run(run)
+
+
+def on_cuda(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls with all tensors on the card, but the spans of requests, which the host holds; results come back."""
+    spans = options.pop("spans", None)
+    there: dict[int, torch.Tensor] = {}  # one tensor for two arguments stays one
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return there.setdefault(id(x), x.cuda())
+
+    args, options = pytree.tree_map_only(torch.Tensor, move, (args, options))
+    if spans is not None:
+        options["spans"] = spans
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args, **options))
