@@ -99,6 +99,16 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     assert f"{report.call.work:.0%}" in dict((name, value) for name, value in data["figures"]).values()
 
 
+def test_half_a_surrogate(report: Report, tmp_path: Path) -> None:
+    class Halves:
+        def decode(self, ids: Sequence[int]) -> str:
+            return "\ud83d and"
+
+    report.to_html(tmp_path / "report.html", Halves())
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert json.loads(page.data)["maps"][0]["texts"][0] == "\ud83d and"
+
+
 def test_batches_have_a_map_each() -> None:
     """Two prompts, one of them left-padded: each map shows its own kept columns and text."""
     ids = token_ids(2 * 256).reshape(2, 256).clone()

@@ -49,8 +49,8 @@ class Report:
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
-        """Every reason to stay dense, over all graphs."""
-        return tuple(r for c in self.compilations for r in c.plan.refusals)
+        """Every reason to stay dense, over all graphs; each once."""
+        return tuple(dict.fromkeys(r for c in self.compilations for r in c.plan.refusals))
 
     @property
     def breaks(self) -> tuple[str, ...]:
@@ -89,7 +89,8 @@ class Report:
 
     def to_html(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the report as one page that needs nothing else; with a tokenizer, it shows the tokens' text."""
-        Path(path).write_text(html_report.page(self, tokenizer), encoding="utf-8")
+        page = html_report.page(self, tokenizer)
+        Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")  # half a surrogate: JSON's escape
 
     def plot(self) -> Any:
         """A matplotlib `Figure` of what is kept where; `.savefig(path)` writes it. Needs matplotlib and a prompt."""
