@@ -80,10 +80,10 @@ def test_tiny() -> None:
 
 def test_options_of_the_call() -> None:
     """Block sizes chosen by the prompt's length, and `override`, are measured as a compilation with them would be."""
-    chosen: dict[str, Any] = {"drop_layers": [1, 2], "min_tokens": 0, "sink_tokens": 24}
-    want = error_bound(tiny_llama(4), token_ids(300), p=0.7, block_size=128, last_n=40, **chosen)
+    chosen: dict[str, Any] = {"drop_layers": [1], "min_tokens": 0, "sink_tokens": 24}
+    want = error_bound(tiny_llama(2), token_ids(300), p=0.7, block_size=128, last_n=40, **chosen)
     with override(p=0.7, last_n=40):
-        got = error_bound(tiny_llama(4), token_ids(300), p=0.9, block_size="auto", last_n=32, **chosen)
+        got = error_bound(tiny_llama(2), token_ids(300), p=0.9, block_size="auto", last_n=32, **chosen)
     assert got == want and want.drops[0].allowed == pytest.approx(0.3) and want.drops[0].kept < 300
 
 

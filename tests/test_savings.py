@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from arch_builders import ARCHS
 from eager_reference import DropSpec, EagerReference
 from tiny import tiny_gemma3, tiny_llama, token_ids
 from torch import Tensor
@@ -101,6 +102,21 @@ def test_padded_batch() -> None:
     row, sliding = 2 * 2 * KV_HEADS * DIM * 4, window - 1
     assert found.dense_kv_bytes == row * (2 * columns + 2 * sliding)
     assert found.kv_bytes == row * (columns + most + 2 * sliding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3n", "llama4"])
+def test_cache_bytes_are_those_of_the_cache(name: str) -> None:
+    """Latents, keys that layers share, layers that keep a chunk: bytes of the stock cache, and of the compact one."""
+    ids, options = token_ids(N), {"drop_layers": "all", "p": 0.7, "min_tokens": 0, **SHARP}
+    found = counted(uniprefill_fx.explain(ARCHS[name].build(), ids, **options))
+    held = []
+    for model in (ARCHS[name].build(), uniprefill_fx.compile(ARCHS[name].build(), inner_backend="eager", **options)):
+        with torch.inference_mode():
+            layers = model(ids, logits_to_keep=1).past_key_values.layers
+        stored = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
+        held.append(sum(t.numel() * t.element_size() for t in stored))
+    assert [found.dense_kv_bytes, found.kv_bytes] == held and held[1] < held[0]
 
 
 def test_dense_saves_nothing() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.passes.plan import Plan
 from uniprefill_fx.passes.sites import Site
-from uniprefill_fx.passes.values import decoder_layer, meta, name_of, shape
+from uniprefill_fx.passes.values import decoder_layer, is_op, meta, name_of, shape
 from uniprefill_fx.record import LastCall
 
 PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
@@ -32,7 +32,8 @@ class Savings:
     """Counts of one call. `flops` and `dense_flops` are by decoder layer, and -1 stands for what is outside of them.
 
     Attributes:
-        kv_bytes, dense_kv_bytes: keys and values that the cache holds after the prefill.
+        kv_bytes, dense_kv_bytes: keys and values that the cache holds after the prefill; without a cache, that the
+            attention layers read.
         uncounted: names of products whose rows do not follow from the number of tokens.
     """
 
@@ -80,20 +81,20 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
         dense[at] = dense.get(at, 0.0) + each * total + fixed
         flops[at] = flops.get(at, 0.0) + each * rows[stages.get(node.name, 0)] + fixed
     everything = [torch.arange(past - first) for first, past in call.spans]
-    alive, kv, dense_kv = everything, 0, 0
+    alive = everything
     for site in plan.sites:
         if site.mask is not None:
             dense[site.layer] = dense.get(site.layer, 0.0) + _attention(site, everything)
             flops[site.layer] = flops.get(site.layer, 0.0) + _attention(site, alive)
-            bytes_of_row, window = prompts * _row_bytes(site), site.mask.window
-            dense_kv += bytes_of_row * _stored(total, window)
-            kv += bytes_of_row * _stored(rows[sum(at < site.layer for at in drops)], window)
         if site.layer in drops:
             last_n = call.changed.get("last_n", config.last_n)
             heads, dim = int(meta(site.q).shape[1]), int(meta(site.q).shape[3])
             flops[site.layer] += 2.0 * heads * dim * sum(min(last_n, len(own)) * len(own) for own in alive)
             bounds, kept = itertools.pairwise(call.cu_seqlens[site.layer]), call.kept[site.layer].cpu()
             alive = [kept[a:b] - first for (a, b), (first, _) in zip(bounds, call.spans, strict=True)]
+    stores = _stores(gm.graph) or [(site.k.name, _row_bytes(site.k, site.v), None) for site in plan.sites if site.mask]
+    kv = sum(prompts * each * _capped(rows[stages.get(name, 0)], most) for name, each, most in stores)
+    dense_kv = sum(prompts * each * _capped(total, most) for _, each, most in stores)
     return Savings(flops, dense, kv, dense_kv, tuple(uncounted))
 
 
@@ -137,11 +138,20 @@ def _pairs(site: Site, positions: Tensor) -> int:
     return int(seen.sum())
 
 
-def _row_bytes(site: Site) -> int:
-    k, v = meta(site.k), meta(site.v)
-    return sum(int(t.shape[1]) * int(t.shape[3]) * int(t.dtype.itemsize) for t in (k, v))
+def _stores(graph: fx.Graph) -> list[tuple[str, int, int | None]]:
+    """Of each cache layer that the graph fills: a node of it, the bytes of a row, and the most rows that it keeps of a
+    prompt (sliding layers; None: all)."""
+    found = []
+    for node in (n for n in graph.nodes if is_op(n, "bind_slots")):
+        _, keys, values = node.args
+        lasts = [size[1] for user in node.users if name_of(user) == "getitem" and (size := shape(user)) is not None]
+        found.append((node.name, _row_bytes(keys, values), next((int(n) for n in lasts if n.is_number), None)))
+    return found
 
 
-def _stored(rows: int, window: int | None) -> int:
-    """Rows of one layer's cache: a sliding one keeps one less than its window."""
-    return rows if window is None else min(rows, window - 1)
+def _row_bytes(*tensors: fx.Node) -> int:
+    return sum(int(t.shape[1]) * int(t.shape[3]) * int(t.dtype.itemsize) for t in map(meta, tensors))
+
+
+def _capped(rows: int, most: int | None) -> int:
+    return rows if most is None else min(rows, most)
