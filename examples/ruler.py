@@ -2,11 +2,13 @@
 
     pip install "lm_eval[hf,ruler]"
     python examples/ruler.py --model NAME_OR_FOLDER --lengths 4096 16384 --limit 50
-    python examples/ruler.py --model NAME_OR_FOLDER --tasks niah_single_1 niah_multikey_2 ruler_vt --p 0.95 --out r.json
+    python examples/ruler.py --model NAME_OR_FOLDER --tasks niah_single_1 ruler_vt --p 0.99 0.95 0.9 --out r.json
+    python examples/ruler.py --model examples/ruler-gemma3 --inner-backend eager --limit 10      on a CPU
 
-niah_single_1 and niah_multikey_2 and 3 make their own haystack; tasks with essays or questions download data.
-Both columns are one compilation: the dense one runs inside `uniprefill_fx.disabled()`. "dropped" counts the prompts of
-which tokens were really dropped, as `last_call()` recorded it, "work" is the kept fraction averaged over layers.
+niah_single_1 and niah_multikey_2 and 3 make their own text, and so do ruler_vt, ruler_cwe and ruler_fwe; the others
+download data. All columns are one compilation: dense runs inside `uniprefill_fx.disabled()`, each p inside `override`.
+"dropped" counts the prompts of which tokens were really dropped, as `last_call()` recorded it, "work" is the kept
+fraction averaged over layers and prompts.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import datetime
 import json
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +62,38 @@ def harness(model: Any, tokenizer: Any, max_length: int) -> tuple[Any, Seen]:
     return Watched(pretrained=model, tokenizer=tokenizer, max_length=max_length, batch_size=1), seen
 
 
-def evaluate(args: argparse.Namespace, model: Any, tokenizer: Any, length: int, dense: bool) -> dict[str, Any]:
-    """Scores by task at one length, in [0, 1], as lm_eval computes them."""
+def evaluate(args: argparse.Namespace, model: Any, tokenizer: Any, task: str, length: int) -> dict[str, Any]:
+    """lm_eval's score in [0, 1] at one length, and what the prefills did."""
     import lm_eval
 
     lm, seen = harness(model, tokenizer, length + args.room)
-    context = uniprefill_fx.disabled() if dense else contextlib.nullcontext()
-    with context, torch.inference_mode():
+    with torch.inference_mode():
         results = lm_eval.simple_evaluate(
             lm,
-            tasks=args.tasks,
+            tasks=[task],
             limit=args.limit,
             bootstrap_iters=0,
             metadata={"pretrained": args.model, "max_seq_lengths": [length]},
         )
     assert results is not None
-    scores = {task: results["results"][task][f"{length},none"] for task in args.tasks}
-    return {"scores": scores, "prompts": seen.prompts, "dropped": seen.dropped, "work": sum(seen.works) / seen.prompts}
+    score = results["results"][task][f"{length},none"]
+    return {
+        "score": score,
+        "prompts": seen.prompts,
+        "dropped": seen.dropped,
+        "work": round(sum(seen.works) / seen.prompts, 4),
+    }
+
+
+def side_by_side(args: argparse.Namespace, model: Any, tokenizer: Any, task: str, length: int) -> dict[str, Any]:
+    """One task at one length: dense, and with each p. The harness asks the same prompts each time."""
+    with uniprefill_fx.disabled():
+        dense = evaluate(args, model, tokenizer, task, length)
+    runs = []
+    for p in args.p or [None]:
+        with contextlib.nullcontext() if p is None else uniprefill_fx.override(p=p):
+            runs.append({"p": p} | evaluate(args, model, tokenizer, task, length))
+    return {"task": task, "length": length, "dense": dense, "uniprefill": runs}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,35 +102,47 @@ def main(argv: list[str] | None = None) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model = model.to(args.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    options: dict[str, Any] = {"inner_backend": args.inner_backend}
-    options |= {} if args.p is None else {"p": ast.literal_eval(args.p)}
-    uniprefill_fx.compile(model, **options | {name: ast.literal_eval(value) for name, value in args.option})
-    rows = []
+    options = {"inner_backend": args.inner_backend} | dict(args.option)
+    uniprefill_fx.compile(model, **options)
+    rows: list[dict[str, Any]] = []
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **{name: version(name) for name in ("torch", "transformers", "lm_eval")},
+        "model": args.model,
+        "options": options,
+        "limit": args.limit,
+        "rows": rows,
+    }
     for length in args.lengths:
-        dense = evaluate(args, model, tokenizer, length, dense=True)
-        dropped = evaluate(args, model, tokenizer, length, dense=False)
-        rows.append({"length": length, "dense": dense, "uniprefill": dropped})
-        if args.out is not None:
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"{'task':<18} {'length':>7} {'dense':>7} {'uniprefill':>11} {'dropped':>9} {'work':>5}")
-    for row in rows:
         for task in args.tasks:
-            kept = row["uniprefill"]
+            rows.append(side_by_side(args, model, tokenizer, task, length))
+            if args.out is not None:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{'task':<18} {'length':>7} {'dense':>7} {'p':>12} {'uniprefill':>11} {'dropped':>9} {'work':>5}")
+    for row in rows:
+        for run in row["uniprefill"]:
             print(
-                f"{task:<18} {row['length']:>7} {row['dense']['scores'][task]:>7.3f} {kept['scores'][task]:>11.3f} "
-                f"{kept['dropped']:>4}/{kept['prompts']:<4} {kept['work']:>5.2f}"
+                f"{row['task']:<18} {row['length']:>7} {row['dense']['score']:>7.3f} {run['p'] or 'as compiled':>12} "
+                f"{run['score']:>11.3f} {run['dropped']:>4}/{run['prompts']:<4} {run['work']:>5.2f}"
             )
+
+
+def option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, ast.literal_eval(value)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face name or folder, with a tokenizer")
     parser.add_argument("--tasks", nargs="+", default=["niah_single_1"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="of 4096, 8192, … 131072 (lm_eval's)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="of a prompt with its answer, in tokens")
     parser.add_argument("--limit", type=int, help="prompts of each task and length (default: all 500)")
     parser.add_argument("--room", type=int, default=256, help="tokens for the answer beyond the length")
-    parser.add_argument("--p", help="0.95, or 0.99,0.9 for each drop layer")
-    parser.add_argument("--option", type=lambda text: tuple(text.split("=", 1)), action="append", default=[])
+    parser.add_argument("--p", type=float, nargs="+", help="in turn (default: as the options say)")
+    parser.add_argument("--option", type=option, action="append", default=[], help='"drop_layers=[3]"; several times')
     parser.add_argument("--inner-backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="also write JSON")

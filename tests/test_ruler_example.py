@@ -1,57 +1,66 @@
-"""`examples/ruler.py` with the real harness, on a tiny model that reads characters (needs lm_eval)."""
+"""The checkpoint in `examples/ruler-gemma3` answers RULER's needle tasks, and `examples/ruler.py` measures it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import ROOT
-from tiny import tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("lm_eval") is None, reason='no lm_eval: pip install "lm_eval[hf,ruler]"'
-    ),
-]
+import uniprefill_fx
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+texts: Any = importlib.import_module("ruler_prompts")
 
-def save_reader_of_characters(folder: Path) -> None:
-    """A model of random weights, and a tokenizer with one token for each printable character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<s>", "<unk>"]
-    letters = special + [chr(c) for c in range(32, 127)] + ["\n"]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    pad, start, unknown = special
-    fast: Any = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, bos_token=start, eos_token=start, unk_token=unknown
-    )
-    fast.save_pretrained(folder)
-    tiny_llama(3, max_position_embeddings=8192).save_pretrained(folder)
+CHECKPOINT = ROOT / "examples" / "ruler-gemma3"
 
 
-def test_dense_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both columns are there, the dense one dropped nothing, the other one dropped in every prompt."""
+def test_checkpoint_answers() -> None:
+    """Whole answers from `generate()`, dense and with tokens dropped at both of `auto`'s layers."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    uniprefill_fx.compile(model, inner_backend="eager", min_tokens=0, p=0.9, block_size=32)
+    for task, length in zip(texts.TASKS, (1500, 1200, 1400), strict=True):
+        text, spans = texts.write(random.Random(length), task, length, exam=True)
+        start, end, _ = spans[-1]
+        ids = torch.tensor([tokenizer(text[:start]).input_ids])
+        for dense in (True, False):
+            with torch.inference_mode(), uniprefill_fx.disabled() if dense else contextlib.nullcontext():
+                out = model.generate(ids, max_new_tokens=end - start, do_sample=False)
+            assert tokenizer.decode(out[0, start:]) == text[start : end - 1] + tokenizer.eos_token
+            call = uniprefill_fx.last_call()
+            assert call is not None and call.tokens == start and call.dropped is not dense
+            assert dense or start > call.rows[4] > call.rows[7] > 256, call
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason='no lm_eval: pip install "lm_eval[hf,ruler]"')
+def test_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the real harness every answer is right, dense and dropped. Every p drops in every prompt, the lower more."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    save_reader_of_characters(tmp_path)
     out = tmp_path / "scores.json"
-    argv = ["--model", str(tmp_path), "--limit", "2", "--p", "0.6", "--inner-backend", "eager", "--out", str(out)]
-    importlib.import_module("ruler").main([*argv, "--option", "drop_layers=[1]"])
-    (row,) = json.loads(out.read_text())
-    assert (row["length"], row["dense"]["prompts"], row["uniprefill"]["prompts"]) == (4096, 2, 2)
-    assert (row["dense"]["dropped"], row["uniprefill"]["dropped"]) == (0, 2)
-    assert row["dense"]["work"] == 1.0 and 0.5 < row["uniprefill"]["work"] < 0.99
-    assert set(row["dense"]["scores"]) == {"niah_single_1"}
-    assert "niah_single_1" in capsys.readouterr().out
+    tasks = [task.name for task in texts.TASKS]
+    argv = ["--model", str(CHECKPOINT), "--tasks", *tasks, "--lengths", "4096", "--limit", "2", "--p", "0.99", "0.95"]
+    importlib.import_module("ruler").main([*argv, "--device", "cpu", "--inner-backend", "eager", "--out", str(out)])
     sys.modules.pop("ruler", None)
+    report = json.loads(out.read_text())
+    assert (report["limit"], report["device"], report["torch"]) == (2, "cpu", torch.__version__)
+    assert [(row["task"], row["length"]) for row in report["rows"]] == [(task, 4096) for task in tasks]
+    for row in report["rows"]:
+        assert row["dense"] == {"score": 1.0, "prompts": 2, "dropped": 0, "work": 1.0}
+        most, least = row["uniprefill"]
+        assert (most["p"], least["p"]) == (0.99, 0.95)
+        assert all((run["score"], run["prompts"], run["dropped"]) == (1.0, 2, 2) for run in row["uniprefill"])
+        assert 0.5 < least["work"] < most["work"] < 1
+    assert all(task in capsys.readouterr().out for task in tasks[:1])
