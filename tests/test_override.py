@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +86,40 @@ def test_explain_shows_it() -> None:
     assert shown["layers"][1]["drop"].startswith("keep_ratio=0.25: ")
     assert "keep_ratio=0.25" in shown["about"] and "p=0.9" not in str(report) + shown["about"]
     torch._dynamo.reset()
+
+
+def test_threads_enter_their_own(model: Any) -> None:
+    """A thread that is started inside does not see it, and what one enters reaches no other."""
+    plain = run(model)[1].rows
+    with override(p=0.5), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, model).result()[1].rows == plain
+        assert run(model)[1].rows != plain
+        with override(p=1.0):
+            assert run(model)[1].rows == (300,) * 4
+
+
+def test_tasks_take_turns(model: Any) -> None:
+    """Two asyncio tasks whose contexts overlap in time."""
+
+    async def task(p: float) -> tuple[int, ...]:
+        with override(p=p):
+            await asyncio.sleep(0)
+            rows = run(model)[1].rows
+            await asyncio.sleep(0)
+            assert run(model)[1].rows == rows
+        return rows
+
+    async def both() -> list[tuple[int, ...]]:
+        return await asyncio.gather(task(0.5), task(1.0))
+
+    few, all_rows = asyncio.run(both())
+    assert all_rows == (300,) * 4 and few[-1] < 300
+
+
+def test_an_error_inside_leaves_nothing_behind(model: Any) -> None:
+    with pytest.raises(KeyError), override(p=0.5):
+        raise KeyError
+    assert not run(model)[1].changed
 
 
 def test_as_compiled(model: Any) -> None:
