@@ -109,7 +109,7 @@ def test_tasks_take_turns(model: Any) -> None:
             assert run(model)[1].rows == rows
         return rows
 
-    async def both() -> list[tuple[int, ...]]:
+    async def both() -> tuple[tuple[int, ...], tuple[int, ...]]:
         return await asyncio.gather(task(0.5), task(1.0))
 
     few, all_rows = asyncio.run(both())
