@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 from checkpoints import TWO_LAYERS, fresh, needle_ids, stock
-from eager_reference import DropSpec, PrefillResult
+from eager_reference import DropSpec
 from exactness import SHARP, Case, Compiled, assert_dropped, assert_near, assert_same_rows
-from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 DEVICE = "cuda"
@@ -23,18 +21,12 @@ def compiled_on_device(name: str, inner: str) -> Compiled:
     return Compiled(Case(name, spec, {"inner_backend": inner}), *(model.to(DEVICE) for model in models))
 
 
-def expected(compiled: Compiled, ids: Tensor) -> PrefillResult:
-    """The reference's result, its kept positions on the CPU, where `last_call()` has them."""
-    want = compiled.expected(ids)
-    return dataclasses.replace(want, kept={layer: rows.cpu() for layer, rows in want.kept.items()})
-
-
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_prefill(checkpoint: str, inner: str) -> None:
     compiled = compiled_on_device(checkpoint, inner)
     for tokens in (1111, 300, 2049):
         ids = needle_ids(tokens).to(DEVICE)
-        want = expected(compiled, ids)
+        want = compiled.expected(ids)
         out, call = compiled.prefill(ids, logits_to_keep=1)
         assert_same_rows(call, want, tokens)
         assert_dropped(call)
@@ -59,4 +51,4 @@ def test_a_left_padded_batch_equals_runs_of_one(checkpoint: str) -> None:
     out, call = compiled.prefill(ids, attention_mask=mask, logits_to_keep=1)
     assert_dropped(call)
     for row, prompt in enumerate(prompts):
-        assert_near(out.logits[row], expected(compiled, prompt).last_logits.flatten(0, -2), TOLERANCE)
+        assert_near(out.logits[row], compiled.expected(prompt).last_logits.flatten(0, -2), TOLERANCE)

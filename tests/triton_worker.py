@@ -62,13 +62,11 @@ def interpreter() -> Iterator[Run]:
 
 def on_cuda(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Calls with all tensors on the card, but the spans of requests, which the host holds; results come back."""
-    spans = options.pop("spans", None)
+    spans = {name: options.pop(name) for name in ("spans",) if name in options}
     there: dict[int, torch.Tensor] = {}  # one tensor for two arguments stays one
 
     def move(x: torch.Tensor) -> torch.Tensor:
         return there.setdefault(id(x), x.cuda())
 
     args, options = pytree.tree_map_only(torch.Tensor, move, (args, options))
-    if spans is not None:
-        options["spans"] = spans
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args, **options))
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args, **options, **spans))
