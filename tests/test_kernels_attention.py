@@ -22,7 +22,9 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
     assert got.dtype == dtype and got.shape == want.shape
     assert got.transpose(1, 2).is_contiguous()
-    tolerance = TOLERANCE[dtype] * (slack if dtype == torch.float32 else 1.0)
+    if dtype != torch.float32:  # a card also rounds the weights to it, which the interpreter does in float32
+        slack = min(slack, 2.0)
+    tolerance = TOLERANCE[dtype] * slack
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
@@ -57,7 +59,7 @@ def test_tiles_do_not_change_the_result(run: Run, name: str, tiles: Tiles) -> No
 
 @pytest.mark.parametrize(
     "groups, window, queries, heads",
-    [(8, 128, 9000, 8), (16, 128, 9000, 8), (6, 128, 9000, 2), (5, 128, 9000, 1), (8, None, 9000, 1), (8, 128, 4, 1)],
+    [(8, 128, 9000, 4), (16, 128, 9000, 4), (6, 128, 9000, 2), (5, 128, 9000, 1), (8, None, 9000, 1), (8, 128, 4, 1)],
 )
 def test_heads_share_tiles_of_narrow_windows(groups: int, window: int | None, queries: int, heads: int) -> None:
     assert attention_tiles(64, 64, 2, queries, groups, window, 1 << 18).heads == heads

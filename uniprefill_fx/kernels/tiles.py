@@ -61,15 +61,15 @@ def attention_tiles(
     except where memory is short. A handful of queries (a decode step, drafted tokens) gets the lowest tile there is.
 
     A tile goes through the window of each of its queries. Where that is narrow, the tile is of 16 queries or more and
-    of as many of the `groups` heads that read the same keys as fill it: 8 heads with a window of 128 go through 144
-    keys, not 256.
+    of as many of the `groups` heads that read the same keys as fill it: 4 heads with a window of 128 go through 144
+    keys, not 192. Heads up to 64 wide then take the smallest tiles: less of them lies outside the window.
     """
     dim, v_dim = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
     widest = max(dim, v_dim)
     if itemsize == 4:
         choices = [Tiles(32, 64, 4 if widest <= 128 else 8, 1), Tiles(32, 32, 4, 1)]
     elif widest <= 64:
-        choices = [Tiles(64, 128, 8, 3)]
+        choices = [Tiles(64, 128, 8, 3) if window is None or window > NARROW else Tiles(32, 64, 4, 3)]
     else:
         choices = [Tiles(128 if widest <= 128 else 64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)]
     if queries <= 16:
