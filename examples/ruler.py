@@ -39,7 +39,7 @@ class Seen:
 
     def note(self, call: uniprefill_fx.LastCall) -> None:
         self.prompts += 1
-        self.dropped += call.dropped
+        self.dropped += any(len(rows) != call.tokens for rows in call.kept.values())
         self.works.append(call.work)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,14 +122,20 @@ def test_format_is_the_harness(task: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_trains_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loss falls, and a second run goes on from the first."""
-    common = ["--small", "--every", "1", "--exams", "8", "--device", "cpu", "--no-compile", "--workers", "0"]
-    training.main([*common, "--budget", "30", "--out", str(tmp_path / "a")])
+def test_trains_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss falls, and a second run goes on from the first. By a clock that counts its readings, two or more a step,
+    so that the steps do not depend on the machine."""
+    readings = itertools.count()
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(readings))))
+    common = ["--small", "--every", "12", "--exams", "8", "--device", "cpu", "--no-compile", "--workers", "0"]
+    training.main([*common, "--budget", "60", "--out", str(tmp_path / "a")])
     first = json.loads((tmp_path / "a" / "training.json").read_text())
-    assert first["history"][-1]["answer_loss"] < 0.75 * first["history"][0]["answer_loss"]
-    training.main([*common, "--budget", "5", "--resume", str(tmp_path / "a"), "--out", str(tmp_path / "b")])
+    begun = first["history"][0]["answer_loss"]
+    assert first["history"][-1]["answer_loss"] < 0.9 * begun
+    training.main([*common, "--budget", "20", "--resume", str(tmp_path / "a"), "--out", str(tmp_path / "b")])
     second = json.loads((tmp_path / "b" / "training.json").read_text())
     assert second["steps"] > first["steps"] and second["history"][: len(first["history"])] == first["history"]
-    assert second["history"][-1]["answer_loss"] < 0.75 * first["history"][0]["answer_loss"]
+    assert len(second["history"]) > len(first["history"]) and second["history"][-1]["answer_loss"] < 0.9 * begun
     assert "niah_multikey_3" in capsys.readouterr().out

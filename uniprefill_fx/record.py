@@ -23,7 +23,8 @@ class LastCall:
     """What the last prefill on this thread did.
 
     Attributes:
-        dropped: whether tokens were dropped. reason: why not (or, where some were, why a drop kept all), or None.
+        dropped: whether the drop layers selected tokens. A high `p` may have kept all of them: `work` is 1 then.
+            reason: why nothing was selected (or, where it was, why a drop kept all), or None.
         tokens: prompt length, of all requests of a batch together, without padding where tokens were dropped; None
             when the graph that ran does not know it.
         rows: by decoder layer, the rows that entered it (all its keys).
