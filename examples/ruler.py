@@ -2,11 +2,11 @@
 
     pip install "lm_eval[hf,ruler]"
     python examples/ruler.py --model NAME_OR_FOLDER --lengths 4096 16384 --limit 50
-    python examples/ruler.py --model NAME_OR_FOLDER --tasks niah_single_1 ruler_vt --p 0.99 0.95 0.9 --out r.json
+    python examples/ruler.py --model NAME_OR_FOLDER --tasks niah_single_1 niah_multikey_2 --p 0.99 0.95 0.9 --out r.json
     python examples/ruler.py --model examples/ruler-gemma3 --inner-backend eager --limit 10      on a CPU
 
-niah_single_1 and niah_multikey_2 and 3 make their own text, and so do ruler_vt, ruler_cwe and ruler_fwe; the others
-download data. All columns are one compilation: dense runs inside `uniprefill_fx.disabled()`, each p inside `override`.
+niah_single_1 and niah_multikey_2 and 3 make their own text; tasks with essays or questions download data.
+All columns are one compilation: dense runs inside `uniprefill_fx.disabled()`, each p inside `override`.
 "dropped" counts the prompts of which tokens were really dropped, as `last_call()` recorded it, "work" is the kept
 fraction averaged over layers and prompts.
 """
