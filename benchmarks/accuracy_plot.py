@@ -1,6 +1,6 @@
 """Draw accuracy and KL against work from the JSON of `accuracy.py` (needs matplotlib).
 
-python benchmarks/accuracy_plot.py benchmarks/results/accuracy.json --out docs/accuracy.png
+python benchmarks/accuracy_plot.py benchmarks/results/accuracy_h200.json --out docs/accuracy.png
 """
 
 from __future__ import annotations
