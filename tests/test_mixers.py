@@ -277,6 +277,24 @@ def test_a_mixer_that_returns_something_else_than_promised_raises() -> None:
         run(model, ids)
 
 
+def described(v: Tensor) -> Tensor:
+    return v.cumsum(1)
+
+
+def misdescribed(v: Tensor) -> Tensor:
+    return v.cumsum(1)
+
+
+def test_shapes_that_are_no_list_raise_when_the_model_is_compiled() -> None:
+    register_mixer(described, lambda call: [(call["v"].shape, call["v"].dtype)])
+    register_mixer(misdescribed, lambda call: (tuple(call["v"].shape), call["v"].dtype))
+    x = torch.randn(1, 5, 8)
+    options = options_of(DROPS)
+    assert torch.compile(lambda v: described(v) * 2, backend="uniprefill", options=options)(x).equal(x.cumsum(1) * 2)
+    with pytest.raises(Exception, match=r"misdescribed returned no list of \(shape, dtype\) or None"):
+        torch.compile(lambda v: misdescribed(v) * 2, backend="uniprefill", options=options)(x)
+
+
 def other(v: Tensor) -> Tensor:
     return v
 

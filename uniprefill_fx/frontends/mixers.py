@@ -155,16 +155,39 @@ def _call(name: str, signature: Sequence[str], layout: Layout, args: Any, kwargs
         places.append(place)
         values.append(value if place is None else None)
     structure = _structure(name, tuple(values), tuple(places), tuple(kwargs.keys()))
-    outputs = torch.ops.uniprefill.mixer(name, tensors, sizes, numbers, structure)
     bound = dict(zip(signature, args, strict=False))
     bound.update(kwargs)
+    promised = layout(bound)
+    if not _is_layout(promised):
+        _refuse_layout(name)
+    outputs = torch.ops.uniprefill.mixer(name, tensors, sizes, numbers, structure)
     results: list[Any] = []
     taken = 0
-    promised = layout(bound)
     for item in promised:
         results.append(None if item is None else outputs[taken])
         taken += item is not None
     return results[0] if len(promised) == 1 else tuple(results)
+
+
+def _is_layout(promised: Any) -> bool:
+    """Whether it is [(shape, dtype) or None]. Dynamo traces this."""
+    if not isinstance(promised, list | tuple):
+        return False
+    for item in promised:
+        if item is None:
+            continue
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], tuple | list):
+            return False
+    return len(promised) > 0
+
+
+@torch._dynamo.assume_constant_result
+def _refuse_layout(name: str) -> None:
+    """Raises while Dynamo traces, as only a function that runs then can: what traced code raises, Dynamo swallows."""
+    raise TypeError(
+        f"register_mixer: the function of shapes of {name} returned no list of (shape, dtype) or None; expected one "
+        "item for each result, as in [(tuple(x.shape), x.dtype)]"
+    )
 
 
 @torch._dynamo.assume_constant_result

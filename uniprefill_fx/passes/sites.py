@@ -255,6 +255,7 @@ def token_count(sites: list[Site]) -> sympy.Symbol:
         raise refuse(
             Category.TOKEN_AXIS,
             f"a prompt length specialised to {count}",
-            "a size in the model equals the prompt length, or the prompt has one token; other lengths may drop",
+            "a loop over tokens or chunks in the model (register_mixer makes it one op, docs/mixers.md), or a size in "
+            "the model that equals this length (then other lengths drop)",
         )
     return count
