@@ -58,12 +58,12 @@ class TestText(TestCase):
         self.assertExpectedInline(
             explained(tiny_llama()),
             """\
+this prompt dropped: 300 tokens, work 0.90 of dense, averaged over layers
 drops after layers [1] (as given, or by a preset)
 layer  attention                      rows in  drop after it
     0  full                               300
     1  full                               300  p=0.7, kept 208
     2  full                               208
-this prompt: 300 tokens, work 0.90 of dense, averaged over layers
 compiled: 1 of the prompt in 2 pieces by eager, 0 of other tokens
 passes: ...""",
         )
@@ -72,14 +72,14 @@ passes: ...""",
         self.assertExpectedInline(
             explained(tiny_gemma3(), drop_layers="all", p=[0.9, 0.8], min_tokens=500),
             """\
-drops after layers [1, 3] (drop_layers='all': every layer with full attention)
+this prompt ran dense: [below-min-tokens] 300 tokens, min_tokens=500 (lower min_tokens to drop here)
+planned drops after layers [1, 3] (drop_layers='all': every layer with full attention)
 layer  attention                      rows in  drop after it
     0  sliding window 32                  300
-    1  full                               300  p=0.9
+    1  full                               300  planned: p=0.9
     2  sliding window 32                  300
-    3  full                               300  p=0.8
+    3  full                               300  planned: p=0.8
     4  sliding window 32                  300
-this prompt ran dense: [below-min-tokens] 300 tokens, min_tokens=500 (lower min_tokens to drop here)
 compiled: 1 of the prompt, 0 of other tokens
 passes: ...""",
         )
@@ -88,10 +88,10 @@ passes: ...""",
         self.assertExpectedInline(
             explained(tiny_llama(1), drop_layers="auto"),
             """\
+this prompt ran dense: [no-full-attention] no layer to drop after with drop_layers='auto' (dropping needs full causal attention before the last layer)
 layer  attention                      rows in  drop after it
     0  full
 refused: [no-full-attention] no layer to drop after with drop_layers='auto' (dropping needs full causal attention before the last layer)
-this prompt ran dense: [no-full-attention] no layer to drop after with drop_layers='auto' (dropping needs full causal attention before the last layer)
 compiled: 1 of the prompt, 0 of other tokens
 passes: ...""",  # noqa: E501
         )

@@ -94,6 +94,7 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     assert [layer["drop"] and layer["drop"].split(":")[0] for layer in data["layers"]] == [None, "p=0.9", "p=0.7", None]
     assert {layer["attention"] for layer in data["layers"]} == {"full"}
     assert [name for name, _ in data["passes"]] == list(report.decoder.seconds)
+    assert data["dropped"] and [layer["dropped"] for layer in data["layers"]] == [False, True, True, False]
     before, after = (code for _, code in data["graphs"])
     assert "scaled_dot_product_attention" in before and "uniprefill.select" in after
     assert f"{report.call.work:.0%}" in dict((name, value) for name, value in data["figures"]).values()
@@ -153,6 +154,13 @@ def test_a_dense_batch_has_a_map_each() -> None:
     found = uniprefill_fx.explain(tiny_llama(2), ids, drop_layers=[0], min_tokens=100)
     assert found.call is not None and not found.call.dropped and found.call.tokens == 128
     assert [(shown["tokens"], shown["rows"]) for shown in contents(found)["maps"]] == [(64, [[1.0], [1.0]])] * 2
+    assert not contents(found)["dropped"] and contents(found)["headline"] == (
+        f"this prompt ran dense: {found.call.reason}",
+    )
+    assert [(layer["drop"], layer["dropped"]) for layer in contents(found)["layers"]] == [
+        ("planned: p=0.99", False),
+        (None, False),
+    ]
 
 
 def test_refusals_are_shown(tmp_path: Path) -> None:

@@ -41,11 +41,12 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
     if report.after is not None:
         graphs.append(("Rewritten, after", _code(report.after)))
     tokens = None if call is None else call.tokens
-    ran = "no prefill seen" if call is None else "dropped" if call.dropped else f"dense: {call.reason}"
     options = ", ".join(f"{name}={value!r}" for name, value in _chosen(report).items())
     return {
         "title": f"uniprefill: {plan.num_layers} layers, " + (f"{tokens:,} tokens" if tokens else "length not known"),
-        "about": f"{ran}; {options}",
+        "headline": report.headline,
+        "dropped": call is not None and call.dropped,
+        "about": options,
         "figures": _figures(report, savings),
         "layers": _layers(report, savings),
         "refusals": [str(refusal) for refusal in report.refusals],
@@ -91,7 +92,7 @@ def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
         decision = None
         if layer in amounts:
             kept = f": {len(call.kept[layer]):,} kept" if call is not None and layer in call.kept else ""
-            decision = amounts[layer] + kept
+            decision = ("" if kept else "planned: ") + amounts[layer] + kept
         out.append(
             {
                 "index": layer,
@@ -99,6 +100,7 @@ def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
                 "rows": rows,
                 "share": rows / call.tokens if call is not None and call.tokens and rows is not None else None,
                 "drop": decision,
+                "dropped": call is not None and layer in call.kept,
                 "refused": refused.get(layer),
                 "gflop": savings.flops.get(layer, 0.0) / 1e9 if savings is not None else None,
                 "dense_gflop": savings.dense_flops.get(layer, 0.0) / 1e9 if savings is not None else None,
@@ -191,5 +193,6 @@ def figure(report: Report) -> Any:
     right.set_xlabel("rows")
     options = ", ".join(f"{name}={value}" for name, value in _chosen(report).items() if name in ("p", "keep_ratio"))
     ran = f"work {call.work:.2f}" if call.dropped else "dense"
-    drawn.suptitle(f"{call.tokens:,} tokens, {options}, {ran}; red: tokens are dropped", fontsize=10)
+    red = "; red: tokens are dropped" if call.kept else ""
+    drawn.suptitle(f"{call.tokens:,} tokens, {options}, {ran}{red}", fontsize=10)
     return drawn

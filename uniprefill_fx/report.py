@@ -101,12 +101,23 @@ class Report:
         """FLOPs and cache bytes of the prompt, beside those of a dense prefill; an estimate by counting."""
         return None if self.call is None else estimate(self.before, self.plan, self.config, self.call)
 
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """What this call did, in one line or two: dense and why, or how much was dropped."""
+        call = self.call
+        if call is None:
+            return ("nothing was dropped: no graph was a prefill",)
+        if not call.dropped:
+            return (f"this prompt ran dense: {call.reason or 'no reason was recorded'}",)
+        done = f"this prompt dropped: {call.tokens} tokens, work {call.work:.2f} of dense, averaged over layers"
+        return (done, str(call.reason)) if call.reason is not None else (done,)
+
     def __str__(self) -> str:
         plan, call = self.plan, self.call
         amounts = self.amounts
         sites = {site.layer: site for site in plan.sites}
         tokens = call.tokens if call is not None else None
-        lines = [self._choice()] if amounts else []
+        lines = [*self.headline, *([self._choice()] if amounts else [])]
         lines.append(f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}")
         for layer in range(plan.num_layers):
             site = sites.get(layer)
@@ -115,26 +126,23 @@ class Report:
             decision = ""
             if layer in amounts:
                 kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
-                decision = amounts[layer] + kept
+                decision = ("" if kept else "planned: ") + amounts[layer] + kept
             lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
         lines += [f"graph break: {cost}" for cost in self.breaks]
         lines += [f"refused: {refusal}" for refusal in self.refusals]
-        if call is not None and call.dropped:
-            lines.append(f"this prompt: {tokens} tokens, work {call.work:.2f} of dense, averaged over layers")
-            if call.changed:
-                lines.append("for this call: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
-        elif call is not None:
-            lines.append(f"this prompt ran dense: {call.reason}")
+        if call is not None and call.dropped and call.changed:
+            lines.append("for this call: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
         return "\n".join([*lines, self._compiled(), self._times()])
 
     def _choice(self) -> str:
-        """The drop layers, and why these."""
+        """The drop layers, and why these; only planned ones where the call dropped nothing."""
         why = {
             "auto": "drop_layers='auto': about every fourth layer, neither the first ones nor the last",
             "all": "drop_layers='all': every layer with full attention",
         }
         layers = [drop.site.layer for drop in self.plan.drops]
-        return f"drops after layers {layers} ({why.get(str(self.config.drop_layers), 'as given, or by a preset')})"
+        drops = "drops" if self.call is not None and self.call.dropped else "planned drops"
+        return f"{drops} after layers {layers} ({why.get(str(self.config.drop_layers), 'as given, or by a preset')})"
 
     def _compiled(self) -> str:
         """What was compiled: graphs of the prompt and of tokens after it, and the pieces of the former."""
