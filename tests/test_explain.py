@@ -97,6 +97,21 @@ passes: ...""",  # noqa: E501
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "now"),
+    [
+        ({"p": 1.0}, "lower p (now p=1 after layer 1)"),
+        ({"p": 0.99, "selection": "top_k", "keep_ratio": 1.0}, "lower keep_ratio (now keep_ratio=1 after layer 1)"),
+    ],
+)
+def test_hardly_anything_dropped(options: dict[str, Any], now: str) -> None:
+    """The second line says so and what to lower; no word of it where enough was dropped."""
+    done, hint = explained(tiny_llama(), **options).split("\n")[:2]
+    assert done == "this prompt dropped: 300 tokens, work 1.00 of dense, averaged over layers"
+    stays = "the first {sink_tokens} tokens and the last {last_n} stay in any case".format(**options_of(LLAMA))
+    assert hint == f"that is hardly less than dense: to drop more, {now}; {stays}"
+
+
 def test_it_holds_the_plan_and_the_times_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     report = uniprefill_fx.explain(tiny_llama(2), token_ids(300), **(options_of(LLAMA) | {"drop_layers": [0]}))

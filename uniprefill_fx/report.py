@@ -22,6 +22,9 @@ from uniprefill_fx.runtime import Prefill
 from uniprefill_fx.savings import Savings, estimate
 from uniprefill_fx.selection import arguments
 
+LITTLE = 0.98
+"""Work of a prompt, as a share of dense, from which on the report says how to drop more."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -110,7 +113,20 @@ class Report:
         if not call.dropped:
             return (f"this prompt ran dense: {call.reason or 'no reason was recorded'}",)
         done = f"this prompt dropped: {call.tokens} tokens, work {call.work:.2f} of dense, averaged over layers"
-        return (done, str(call.reason)) if call.reason is not None else (done,)
+        if call.reason is not None:
+            return (done, str(call.reason))
+        return (done, self._hint()) if call.work >= LITTLE else (done,)
+
+    def _hint(self) -> str:
+        """How to drop more. Nothing is said of the quality that this costs: a report does not measure it."""
+        name = next(iter(self.amounts.values())).split("=")[0]
+        now = ", ".join(f"{amount} after layer {layer}" for layer, amount in self.amounts.items())
+        changed = self.call.changed if self.call is not None else {}
+        sinks, last = (changed.get(n, getattr(self.config, n)) for n in ("sink_tokens", "last_n"))
+        return (
+            f"that is hardly less than dense: to drop more, lower {name} (now {now}); the first {sinks} tokens and the "
+            f"last {last} stay in any case"
+        )
 
     def __str__(self) -> str:
         plan, call = self.plan, self.call
