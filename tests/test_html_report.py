@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import html
 import json
 import math
 import re
@@ -93,11 +96,29 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     assert [layer["rows"] for layer in data["layers"]] == list(report.call.rows)
     assert [layer["drop"] and layer["drop"].split(":")[0] for layer in data["layers"]] == [None, "p=0.9", "p=0.7", None]
     assert {layer["attention"] for layer in data["layers"]} == {"full"}
-    assert [name for name, _ in data["passes"]] == list(report.decoder.seconds)
+    assert data["title"] == "LlamaForCausalLM: 4 layers, 300 tokens"
+    assert f"torch {torch.__version__}" in data["made"] and re.match(r"\d{4}-\d\d-\d\d, uniprefill-fx", data["made"])
     assert data["dropped"] and [layer["dropped"] for layer in data["layers"]] == [False, True, True, False]
     before, after = (code for _, code in data["graphs"])
     assert "scaled_dot_product_attention" in before and "uniprefill.select" in after
     assert f"{report.call.work:.0%}" in dict((name, value) for name, value in data["figures"]).values()
+
+
+def test_nothing_saved_has_no_sign() -> None:
+    """Scoring alone costs a little more than dense: still 0%, and not -0%."""
+    options: dict[str, Any] = {"p": 1.0, "last_n": 1, "min_tokens": 0}
+    found = uniprefill_fx.explain(tiny_llama(3), token_ids(TOKENS), drop_layers=[1], **options)
+    assert found.savings is not None and -0.005 < found.savings.flops_saved < 0
+    data = contents(found)
+    assert [value for _, value in data["figures"]] == ["100%", "0%", "0%"]
+    assert [layer["scoring"] for layer in data["layers"]] == [False, True, False]
+
+
+def test_short_passes_share_a_line(report: Report) -> None:
+    compilation = copy.copy(report.decoder)
+    compilation.seconds = {"plan": 0.004, "rewrite": 0.5, "split": 0.002, "propagate": 0.01}
+    shown = contents(dataclasses.replace(report, compilations=(compilation,)))["passes"]
+    assert shown == [("rewrite", 0.5), ("propagate", 0.01), ("2 others, each below 0.01 s", pytest.approx(0.006))]
 
 
 def test_half_a_surrogate(report: Report, tmp_path: Path) -> None:
@@ -198,13 +219,21 @@ def test_plot(report: Report, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package chromium)")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package chromium)")
+
+
+def opened(url: str, folder: Path) -> str:
+    """The document after its scripts ran."""
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}/profile", "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@needs_chromium
 def test_in_a_browser(report: Report, tmp_path: Path) -> None:
     """It opens, no script fails, and the map has the right cells."""
     report.to_html(tmp_path / "report.html", Tokenizer())
     url = (tmp_path / "report.html").as_uri()
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}/profile", "--dump-dom", url]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = opened(url, tmp_path)
     page = Page(dom)
     (body,) = [found for tag, found in page.tags if tag == "body"]
     assert body.get("data-ready") == "yes" and "data-error" not in body
@@ -215,3 +244,36 @@ def test_in_a_browser(report: Report, tmp_path: Path) -> None:
         layer, column = int(str(cell["data-layer"])), int(str(cell["data-column"]))
         assert float(str(cell["data-kept"])) == want[layer][column]
     assert len(re.findall(r"<details>", dom)) == 2
+
+
+NARROW = """<body><iframe style="width: 420px; height: 4000px; border: 0" srcdoc="%PAGE%"></iframe><script>
+onload = () => {
+  const page = document.querySelector("iframe").contentDocument, found = document.body.dataset;
+  found.width = page.documentElement.scrollWidth;
+  const scrolls = e => getComputedStyle(e).overflowX !== "visible" || (e.parentElement && scrolls(e.parentElement));
+  found.cut = [...page.body.querySelectorAll("*")].filter(
+    e => e.getBoundingClientRect().right > 420 && !scrolls(e)).map(e => e.tagName).join();
+  const cells = [...page.querySelectorAll(".cell")], tip = page.getElementById("tip");
+  found.stops = cells.filter(cell => cell.tabIndex === 0).length;
+  cells[0].focus();
+  found.first = tip.textContent;
+  for (const key of ["ArrowDown", "ArrowRight", "ArrowUp", "ArrowDown", "ArrowUp", "ArrowUp"])
+    page.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  found.moved = tip.textContent;
+  found.legend = page.querySelector(".legend").textContent;
+};
+</script>"""
+
+
+@needs_chromium
+def test_narrow_and_by_keyboard(report: Report, tmp_path: Path) -> None:
+    """At 420 pixels nothing is cut outside of what scrolls; arrow keys move from cell to cell and stop at the edge."""
+    report.to_html(tmp_path / "report.html")
+    inner = html.escape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    (tmp_path / "narrow.html").write_text(NARROW.replace("%PAGE%", inner), encoding="utf-8")
+    page = Page(opened((tmp_path / "narrow.html").as_uri(), tmp_path))
+    (body,) = [found for tag, found in page.tags if tag == "body"]
+    assert (body["data-width"], body["data-cut"], body["data-stops"]) == ("420", "", "1")
+    assert body["data-first"] == "layer 0, tokens 0 to 15: 100% computed"
+    assert body["data-moved"] == "layer 0, tokens 16 to 31: 100% computed"
+    assert "dropped after this layer" in str(body["data-legend"])

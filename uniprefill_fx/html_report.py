@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from importlib import resources
+from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 COLUMNS = 128
 """Most columns of a map; each stands for the same number of whole blocks."""
+SHORT = 0.01
+"""Seconds; passes that took less share one line."""
 TEXT = 600
 """Most characters of a cell's text."""
 
@@ -43,7 +46,9 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
     tokens = None if call is None else call.tokens
     options = ", ".join(f"{name}={value!r}" for name, value in _chosen(report).items())
     return {
-        "title": f"uniprefill: {plan.num_layers} layers, " + (f"{tokens:,} tokens" if tokens else "length not known"),
+        "title": f"{report.model}: {plan.num_layers} layers, "
+        + (f"{tokens:,} tokens" if tokens else "length not known"),
+        "made": f"{datetime.date.today().isoformat()}, uniprefill-fx{_version()}, torch {torch.__version__}",
         "headline": report.headline,
         "dropped": call is not None and call.dropped,
         "about": options,
@@ -51,9 +56,27 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
         "layers": _layers(report, savings),
         "refusals": [str(refusal) for refusal in report.refusals],
         "maps": [_map(report, r, kept, tokenizer) for r, kept in enumerate(_requests(report))],
-        "passes": list(report.decoder.seconds.items()),
+        "passes": _passes(report.decoder.seconds),
         "graphs": graphs,
     }
+
+
+def _version() -> str:
+    try:
+        return " " + metadata.version("uniprefill-fx")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        return ", not installed"
+
+
+def _passes(seconds: dict[str, float]) -> list[tuple[str, float]]:
+    """Name and time of each pass; the short ones together at the end."""
+    short = [s for s in seconds.values() if s < SHORT]
+    shown = [(name, s) for name, s in seconds.items() if s >= SHORT]
+    return [*shown, (f"{len(short)} others, each below {SHORT} s", sum(short))] if short else shown
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 2) + 0.0:.0%}"  # + 0.0: never "-0%"
 
 
 def _chosen(report: Report) -> dict[str, Any]:
@@ -73,11 +96,11 @@ def _figures(report: Report, savings: Savings | None) -> list[tuple[str, str]]:
     call = report.call
     if call is None or savings is None:
         return []
-    flops, dense = sum(savings.flops.values()), sum(savings.dense_flops.values())
+    dense = sum(savings.dense_flops.values())
     return [
-        ("of the tokens computed, averaged over layers", f"{call.work:.0%}"),
-        (f"of {dense / 1e9:,.2f} GFLOP saved (estimate)", f"{1 - flops / dense:.0%}" if dense else "0%"),
-        (f"of {savings.dense_kv_bytes / 2**20:,.1f} MiB of keys and values saved", f"{savings.kv_saved:.0%}"),
+        ("of the tokens computed, averaged over layers", _percent(call.work)),
+        (f"of {dense / 1e9:,.2f} GFLOP saved (estimate)", _percent(savings.flops_saved)),
+        (f"of {savings.dense_kv_bytes / 2**20:,.1f} MiB of keys and values saved", _percent(savings.kv_saved)),
     ]
 
 
@@ -102,6 +125,7 @@ def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
                 "drop": decision,
                 "dropped": call is not None and layer in call.kept,
                 "refused": refused.get(layer),
+                "scoring": savings is not None and savings.flops.get(layer, 0.0) > savings.dense_flops.get(layer, 0.0),
                 "gflop": savings.flops.get(layer, 0.0) / 1e9 if savings is not None else None,
                 "dense_gflop": savings.dense_flops.get(layer, 0.0) / 1e9 if savings is not None else None,
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,14 @@ class Report:
     Attributes:
         config: the options used. compilations: one for each graph that Dynamo handed over, in order.
         call: what the prompt's prefill did, as it ran; None when no graph was a prefill. input_ids: the prompt.
+        model: name of the model's class.
     """
 
     config: PrefillConfig
     compilations: tuple[Compilation, ...]
     call: LastCall | None
     input_ids: torch.Tensor | None = None
+    model: str = "model"
 
     @property
     def decoder(self) -> Compilation:
@@ -209,4 +212,6 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
         )
     ids = kwargs.get("input_ids") if input_ids is None else input_ids
     ids = ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
-    return Report(config, tuple(compilations), done, ids)
+    inner = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    name = inner.__name__ if inspect.isroutine(inner) else type(inner).__name__
+    return Report(config, tuple(compilations), done, ids, name)
