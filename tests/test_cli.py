@@ -103,7 +103,7 @@ def test_text(model: str, prompt: Path) -> None:
     """Without --json it prints the table."""
     done = start("explain", "--model", model, "--prompt-file", str(prompt), *OPTIONS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("this prompt dropped: 300 tokens, work ")
+    assert done.stdout.startswith("this prompt: 300 tokens, ")
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {

@@ -58,7 +58,7 @@ class TestText(TestCase):
         self.assertExpectedInline(
             explained(tiny_llama()),
             """\
-this prompt dropped: 300 tokens, work 0.90 of dense, averaged over layers
+this prompt: 300 tokens, 208 of them left after the last drop; work 0.90 of dense, averaged over layers
 drops after layers [1] (as given, or by a preset)
 layer  attention                      rows in  drop after it
     0  full                               300
@@ -107,7 +107,10 @@ passes: ...""",  # noqa: E501
 def test_hardly_anything_dropped(options: dict[str, Any], now: str) -> None:
     """The second line says so and what to lower; no word of it where enough was dropped."""
     done, hint = explained(tiny_llama(), **options).split("\n")[:2]
-    assert done == "this prompt dropped: 300 tokens, work 1.00 of dense, averaged over layers"
+    assert (
+        done
+        == "this prompt: 300 tokens, 300 of them left after the last drop; work 1.00 of dense, averaged over layers"
+    )
     stays = "the first {sink_tokens} tokens and the last {last_n} stay in any case".format(**options_of(LLAMA))
     assert hint == f"that is hardly less than dense: to drop more, {now}; {stays}"
 

@@ -112,6 +112,7 @@ def test_nothing_saved_has_no_sign() -> None:
     data = contents(found)
     assert [value for _, value in data["figures"]] == ["100%", "0%", "0%"]
     assert [layer["scoring"] for layer in data["layers"]] == [False, True, False]
+    assert not any(layer["dropped"] for layer in data["layers"]), "a red line where nothing went"
 
 
 def test_short_passes_share_a_line(report: Report) -> None:

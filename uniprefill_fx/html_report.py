@@ -123,7 +123,7 @@ def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
                 "rows": rows,
                 "share": rows / call.tokens if call is not None and call.tokens and rows is not None else None,
                 "drop": decision,
-                "dropped": call is not None and layer in call.kept,
+                "dropped": call is not None and layer in call.kept and len(call.kept[layer]) < call.rows[layer],
                 "refused": refused.get(layer),
                 "scoring": savings is not None and savings.flops.get(layer, 0.0) > savings.dense_flops.get(layer, 0.0),
                 "gflop": savings.flops.get(layer, 0.0) / 1e9 if savings is not None else None,

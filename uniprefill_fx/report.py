@@ -115,7 +115,9 @@ class Report:
             return ("nothing was dropped: no graph was a prefill",)
         if not call.dropped:
             return (f"this prompt ran dense: {call.reason or 'no reason was recorded'}",)
-        done = f"this prompt dropped: {call.tokens} tokens, work {call.work:.2f} of dense, averaged over layers"
+        left = len(list(call.kept.values())[-1])
+        done = f"this prompt: {call.tokens} tokens, {left} of them left after the last drop; "
+        done += f"work {call.work:.2f} of dense, averaged over layers"
         if call.reason is not None:
             return (done, str(call.reason))
         return (done, self._hint()) if call.work >= LITTLE else (done,)
