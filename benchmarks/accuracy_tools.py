@@ -47,11 +47,20 @@ class Prompt:
     answer: list[int]
 
 
+def checkpoint(name: str) -> Path:
+    """A file or folder beside the needle checkpoints; ends the program with a sentence where it is missing."""
+    if not (CHECKPOINTS / name).exists():
+        raise SystemExit(
+            f"no {name} in {CHECKPOINTS}: set UNIPREFILL_CHECKPOINTS to the folder that holds the needle checkpoints "
+            "and their generator.py"
+        )
+    return CHECKPOINTS / name
+
+
 @cache
 def _generator() -> Any:
-    source = importlib.util.spec_from_file_location("needle_generator", CHECKPOINTS / "generator.py")
-    if source is None or source.loader is None or not (CHECKPOINTS / "generator.py").is_file():
-        raise SystemExit(f"no needle checkpoints in {CHECKPOINTS}: set UNIPREFILL_CHECKPOINTS to their folder")
+    source = importlib.util.spec_from_file_location("needle_generator", checkpoint("generator.py"))
+    assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
     source.loader.exec_module(module)
     return module
@@ -105,7 +114,7 @@ class Subject:
     def __init__(self, name: str, layers: Any, window: str, device: str, inner: str = "eager") -> None:
         torch._dynamo.reset()
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name, dtype=dtype).to(device).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype).to(device).eval()
         self.model.generation_config.pad_token_id = 0
         self.device, self.chooser = device, Chooser()
         options = {"drop_layers": layers, "window": window, "min_tokens": 0, "inner_backend": inner}

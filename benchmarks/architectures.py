@@ -24,8 +24,16 @@ from typing import Any
 
 import torch
 import transformers
-from arch_builders import ARCHS
 from torch import Tensor
+
+try:
+    from arch_builders import ARCHS
+except ModuleNotFoundError as error:
+    if error.name != "arch_builders":
+        raise
+    raise SystemExit(
+        "tests/arch_builders.py is not on the path: start this again from the checkout with PYTHONPATH=tests"
+    ) from None
 
 COLUMNS = (
     "architecture",

@@ -1,4 +1,4 @@
-"""The functions of `benchmarks/accuracy.py`, on a few prompts of one checkpoint."""
+"""The functions of `benchmarks/accuracy.py`, on a few prompts of one checkpoint; and what is said where files lack."""
 
 from __future__ import annotations
 
@@ -45,6 +45,19 @@ def test_prompts(place: str) -> None:
         assert ids[fact + 3 : fact + 8] == [*prompt.answer, 6]
         assert prompt.second[0].tolist() == ([] if place == "in" else [query, key, ans])
         assert all(16 <= token < 256 for token in ids[end:])
+
+
+def test_missing_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program ends with what to set, before transformers looks for the name on its hub."""
+    monkeypatch.setattr(tools, "CHECKPOINTS", tmp_path)
+    with pytest.raises(SystemExit, match=f"no {NAME} in {tmp_path}: set UNIPREFILL_CHECKPOINTS"):
+        tools.Subject(NAME, list(LAYERS), "position", "cpu")
+
+
+def test_architectures_without_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "arch_builders", None)
+    with pytest.raises(SystemExit, match="with PYTHONPATH=tests"):
+        importlib.import_module("architectures")
 
 
 def test_own_selection_against_the_reference(subject: Any) -> None:
