@@ -183,4 +183,6 @@ def test_table_and_going_on(
     assert cells[-2:] == ["3:0.25", "(3/3)"]
     (line,) = [line for line in pooled.splitlines() if line.split()[3:6] == ["in", "p=0.95", "3"]]
     assert line.split()[5:] == ["3", "0.0", "3", "0", f"{kl:.5f}", "0.50", "100%"]
-    assert f"100.0 points below dense (goal 0.5), mean KL {kl:.5f}" in pooled.splitlines()[-1]
+    goal, together = pooled.splitlines()[-2:]
+    assert f"100.0 points below dense (goal 0.5), mean KL {kl:.5f}" in goal
+    assert together == "All of its cells together: 3 of 3 answers lost"
