@@ -9,7 +9,7 @@ from checkpoints import fresh, needle_ids, stock
 import uniprefill_fx
 
 
-@pytest.mark.parametrize("p", [1.0, 0.8])
+@pytest.mark.parametrize("p", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
 @torch.inference_mode()
 def test_autocast(p: float) -> None:
     """With p = 1 the compiled model is the stock one up to bf16 rounding; with less, rows are dropped."""

@@ -159,6 +159,7 @@ def test_reordered_and_repeated_requests_decode_on(tiny: Compiled) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_request_taken_out_of_a_batch_decodes_on(tiny: Compiled) -> None:
     """It kept fewer rows than the other, and without a mask nothing tells its padding."""
     prompts = prompts_of("tiny", (150, 150))
@@ -189,6 +190,7 @@ def test_several_tokens_after_a_batch(tiny: Compiled) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_cache_cut_inside_its_prompts_decodes_on(tiny: Compiled) -> None:
     """Requests hold different numbers of rows behind the cut, and lose all of them."""
     prompts, cut = prompts_of("tiny", (150, 97)), 110

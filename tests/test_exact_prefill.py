@@ -47,7 +47,7 @@ def check_prefill(compiled: Compiled, length: int, **call_options: Any) -> None:
 
 
 @SHARPLY
-@pytest.mark.parametrize("length", [300, 1111, pytest.param(2049, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [1111, *(pytest.param(n, marks=pytest.mark.slow) for n in (300, 2049))])
 def test_two_drops_with_p_of_their_own(compiled: Compiled, length: int) -> None:
     check_prefill(compiled, length)
 
@@ -68,7 +68,7 @@ def test_one_row_more_than_the_forced_ones(compiled: Compiled) -> None:
     assert_near(out.logits, want.last_logits)
 
 
-@SHARPLY
+@cases("sharp", TWO_LAYERS, None, QWEN, p=(0.9, 0.8), **SHARP)
 def test_hidden_states_of_all_layers(compiled: Compiled) -> None:
     ids = needle_ids(1111)
     want = compiled.expected(ids)

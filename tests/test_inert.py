@@ -107,7 +107,7 @@ def exact_or_refused(run: Callable[[], Any], want: torch.Tensor) -> str:
     return "exact"
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_a_compact_cache_handed_to_others_is_refused_or_answered_exactly(prompt: Any, how: str, count: int) -> None:
     model, spec, build = prompt

@@ -143,7 +143,7 @@ def test_a_wrapper_that_generates_with_the_model_inside() -> None:
     assert torch.equal(got[:, 300:], tokens)
 
 
-@pytest.mark.parametrize("where", ["every module", "the model"])
+@pytest.mark.parametrize("where", ["every module", pytest.param("the model", marks=pytest.mark.slow)])
 def test_device_map_hooks_stay_dense(where: str) -> None:
     """accelerate keeps its hooks out of graphs, which breaks them: no piece may drop, and the reason says so."""
     hooks = pytest.importorskip("accelerate.hooks")
