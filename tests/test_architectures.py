@@ -20,7 +20,7 @@ from uniprefill_fx import CompactCacheError, LastCall
 
 LENGTHS = (611, 437, 702)  # no multiples of a block, a chunk of a recurrence, or a window
 NEW = 8
-QUICK = {"gpt_oss", "bloom", "falcon_h1", "gemma2"}
+QUICK = {"gpt_oss", "bloom", "falcon_h1"}
 SLOW = pytest.mark.slow
 TURNS = (5, 1, 40)
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHS]
@@ -218,7 +218,8 @@ def test_keys_that_later_layers_share() -> None:
     assert_cache_holds(cache, model.config, want.rows, 2)
 
 
-@pytest.mark.parametrize("name", ["llama4", *(pytest.param(n, marks=SLOW) for n in ("gemma3n", "deepseek_v3"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama4", "gemma3n", "deepseek_v3"])
 def test_a_left_padded_batch_equals_runs_of_one(name: str) -> None:
     """What is read by column (chunks, keys that layers share) begins behind each request's padding."""
     subject, lengths = Subject(name), LENGTHS[:2]

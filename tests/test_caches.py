@@ -71,7 +71,7 @@ def test_tokens_drafted_behind_the_prompt() -> None:
             assert_near(model.model(more, past_key_values=cache).logits, model.reference.step(more))
 
 
-@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+@pytest.mark.parametrize("how", ["prompt lookup", pytest.param("assistant", marks=pytest.mark.slow)])
 def test_assisted_decoding(how: str) -> None:
     """With nothing dropped it gives the stock model's tokens; and it runs on a compact cache."""
     model, ids = compiled(), token_ids(60).repeat(1, 5)

@@ -163,7 +163,9 @@ def check_dense_generate(tiny: Compiled, ids: Tensor, **call: Any) -> None:
         assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("pads", [(20,), (33, 0), (0, 65), (10, 30, 0)], ids=str)
+@pytest.mark.parametrize(
+    "pads", [(33, 0), *(pytest.param(p, marks=pytest.mark.slow) for p in [(20,), (0, 65), (10, 30, 0)])], ids=str
+)
 def test_dense_batches_generate_as_the_stock_model(tiny: Compiled, pads: tuple[int, ...]) -> None:
     ids = torch.cat([token_ids(100, seed=row) for row in range(len(pads))])
     mask = torch.ones_like(ids)

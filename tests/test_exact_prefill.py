@@ -32,7 +32,7 @@ def last_only(name: str) -> tuple[int, ...]:
 
 LAST_LAYER = {name: last_only(name) for name in NAMES}
 SHARPLY = cases("sharp", TWO_LAYERS, p=(0.9, 0.8), **SHARP)
-FROZEN = cases("last-layer", LAST_LAYER, None, QWEN, p=0.8, **SHARP)
+FROZEN = cases("last-layer", LAST_LAYER, None, LLAMA, p=0.8, **SHARP)
 
 
 def check_prefill(compiled: Compiled, length: int, **call_options: Any) -> None:
@@ -58,7 +58,7 @@ def test_without_a_cache(compiled: Compiled) -> None:
     check_prefill(compiled, 1111, use_cache=False)
 
 
-@SHARPLY
+@cases("sharp", TWO_LAYERS, None, LLAMA, p=(0.9, 0.8), **SHARP)
 def test_one_row_more_than_the_forced_ones(compiled: Compiled) -> None:
     """57 tokens: 24 sink and 32 last ones stay, one token may go."""
     ids = needle_ids(57)
@@ -68,7 +68,7 @@ def test_one_row_more_than_the_forced_ones(compiled: Compiled) -> None:
     assert_near(out.logits, want.last_logits)
 
 
-@cases("sharp", TWO_LAYERS, None, QWEN, p=(0.9, 0.8), **SHARP)
+@cases("sharp", TWO_LAYERS, None, LLAMA, p=(0.9, 0.8), **SHARP)
 def test_hidden_states_of_all_layers(compiled: Compiled) -> None:
     ids = needle_ids(1111)
     want = compiled.expected(ids)
@@ -102,7 +102,7 @@ def test_a_drop_at_every_full_attention_layer(compiled: Compiled) -> None:
     check_prefill(compiled, 1111)
 
 
-@cases("top_k", TWO_LAYERS, None, GEMMA, selection="top_k", keep_ratio=(0.5, 0.25), **SHARP)
+@cases("top_k", TWO_LAYERS, None, LLAMA, selection="top_k", keep_ratio=(0.5, 0.25), **SHARP)
 def test_top_k(compiled: Compiled) -> None:
     check_prefill(compiled, 1301)
 
@@ -147,7 +147,7 @@ def test_a_drop_at_the_last_layer_keeps_the_last_logits(compiled: Compiled) -> N
     assert_near(out.logits, want.last_logits)
 
 
-@cases("full-dense", TWO_LAYERS, {"full_logits": "dense"}, GEMMA, p=(0.9, 0.8), **SHARP)
+@cases("full-dense", TWO_LAYERS, {"full_logits": "dense"}, LLAMA, p=(0.9, 0.8), **SHARP)
 def test_dense_logits_of_all_positions(compiled: Compiled) -> None:
     ids = needle_ids(1111)
     out, call = compiled.prefill(ids)
@@ -156,7 +156,7 @@ def test_dense_logits_of_all_positions(compiled: Compiled) -> None:
     check_prefill(compiled, 1111)  # and with logits_to_keep=1 the same model drops
 
 
-@cases("p1", TWO_LAYERS, None, GEMMA, p=1.0, **SHARP)
+@cases("p1", TWO_LAYERS, None, LLAMA, p=1.0, **SHARP)
 def test_p_of_one_is_the_dense_model(compiled: Compiled) -> None:
     for length in (300, 1111):
         ids = needle_ids(length)

@@ -108,7 +108,7 @@ def exact_or_refused(run: Callable[[], Any], want: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_compact_cache_handed_to_others_is_refused_or_answered_exactly(prompt: Any, how: str, count: int) -> None:
     model, spec, build = prompt
     ids, more = token_ids(300), token_ids(count, seed=1)
