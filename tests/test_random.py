@@ -223,8 +223,8 @@ def run_draws(first: int, count: int, kinds: tuple[str, ...]) -> None:
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def test_two_draws() -> None:
-    run_draws(0, 2, ("llama", "gemma3"))
+def test_a_draw() -> None:
+    run_draws(0, 1, ("gemma3",))
 
 
 @pytest.mark.slow
