@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -46,17 +47,18 @@ def override(**options: Any) -> Iterator[None]:
     outer = dict(_changes.get() or {})
     if any(name in given for name in _AMOUNTS):
         outer = {name: value for name, value in outer.items() if name not in _AMOUNTS}
-    token = _changes.set(outer | given)
-    try:
+    with _within(outer | given):
         yield
-    finally:
-        _changes.reset(token)
+
+
+def as_compiled() -> AbstractContextManager[None]:
+    """Prompts inside this context do not look at an `override` around it."""
+    return _within(None)
 
 
 @contextlib.contextmanager
-def as_compiled() -> Iterator[None]:
-    """Prompts inside this context do not look at an `override` around it."""
-    token = _changes.set(None)
+def _within(changed: Mapping[str, Any] | None) -> Iterator[None]:
+    token = _changes.set(changed)
     try:
         yield
     finally:
