@@ -21,6 +21,7 @@ from uniprefill_fx.backend import compile_graph
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category
 from uniprefill_fx.frontends import gating
+from uniprefill_fx.record import watched
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = Path(os.environ.get("UNIPREFILL_CHECKPOINTS") or ROOT.parent / "shared" / "checkpoints")
@@ -151,13 +152,11 @@ class Subject:
 
     @torch.inference_mode()
     def _generate(self, prompt: Prompt) -> tuple[list[int], Tensor, uniprefill_fx.LastCall]:
-        before = uniprefill_fx.last_call()
         ids = prompt.first.to(self.device)
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
         steps = 1 if prompt.second.shape[1] else ANSWER
-        out = self.model.generate(ids, max_new_tokens=steps, output_logits=True, **options)
-        call = uniprefill_fx.last_call()
-        if call is None or call is before:
+        out, call = watched(lambda: self.model.generate(ids, max_new_tokens=steps, output_logits=True, **options))
+        if call is None:
             raise RuntimeError("the prefill ran past the backend: Dynamo gave up compiling it")
         if prompt.second.shape[1]:
             ids = torch.cat([ids, prompt.second.to(self.device)], 1)
