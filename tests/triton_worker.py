@@ -62,11 +62,12 @@ def interpreter() -> Iterator[Run]:
 
 def on_cuda(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Calls with all tensors on the card, but the spans of requests, which the host holds; results come back."""
-    spans = {name: options.pop(name) for name in ("spans",) if name in options}
-    there: dict[int, torch.Tensor] = {}  # one tensor for two arguments stays one
+    there = {id(options.get("spans")): options.get("spans")}
 
-    def move(x: torch.Tensor) -> torch.Tensor:
-        return there.setdefault(id(x), x.cuda())
+    def move(x: torch.Tensor) -> Any:
+        if id(x) not in there:  # one tensor for two arguments stays one
+            there[id(x)] = x.cuda()
+        return there[id(x)]
 
     args, options = pytree.tree_map_only(torch.Tensor, move, (args, options))
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args, **options, **spans))
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args, **options))
