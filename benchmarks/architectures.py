@@ -58,7 +58,7 @@ it chooses itself. Kept sets are identical in every row, and differences are of 
 def measure(name: str) -> dict[str, Any]:
     """One row. Raises AssertionError where a result is not the reference's."""
     from prefill_tools import Watch
-    from test_architectures import LENGTHS, Subject, assert_dropped_as, prompt_ids
+    from test_architectures import LENGTHS, Subject, assert_dropped_as, left_padded, prompt_ids
 
     import uniprefill_fx
 
@@ -85,10 +85,7 @@ def measure(name: str) -> dict[str, Any]:
     out = subject.generate(LENGTHS[0])
     compare("generate", torch.cat(out.logits), subject.expected(out.sequences[:, :-1], LENGTHS[0]).logits)
     lengths = LENGTHS[:2]
-    ids = torch.zeros(2, max(lengths), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for r, length in enumerate(lengths):
-        ids[r, -length:], mask[r, -length:] = prompt_ids(length), 1
+    ids, mask = left_padded(lengths)
     try:
         with torch.inference_mode():
             place = (mask.cumsum(1) - 1).clamp(min=0)

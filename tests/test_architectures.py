@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,6 +36,15 @@ def spec_of(arch: Arch) -> DropSpec:
 
 def prompt_ids(length: int) -> Tensor:
     return torch.randint(3, 256, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def left_padded(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Prompts of these lengths as a batch: token ids and attention mask, (prompts, tokens) int64."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = prompt_ids(length), 1
+    return ids, mask
 
 
 class Subject:
@@ -223,10 +233,7 @@ def test_keys_that_later_layers_share() -> None:
 def test_a_left_padded_batch_equals_runs_of_one(name: str) -> None:
     """What is read by column (chunks, keys that layers share) begins behind each request's padding."""
     subject, lengths = Subject(name), LENGTHS[:2]
-    ids = torch.zeros(2, max(lengths), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, -length:], mask[row, -length:] = prompt_ids(length), 1
+    ids, mask = left_padded(lengths)
     steps: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     steps |= {"output_logits": True, "return_dict_in_generate": True}
     got = subject.model.generate(ids, attention_mask=mask, **steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import random
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROOT
+from lm_harness import WITH_HARNESS, offline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import uniprefill_fx
@@ -43,11 +43,10 @@ def test_checkpoint_answers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason='no lm_eval: pip install "lm_eval[hf,ruler]"')
+@WITH_HARNESS
 def test_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """By the real harness every answer is right, dense and dropped; p = 0.95 takes tokens of every prompt."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
+    offline(monkeypatch)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     out = tmp_path / "scores.json"
     tasks = [task.name for task in texts.TASKS]

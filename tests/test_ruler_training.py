@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 import json
 import random
@@ -16,22 +15,15 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROOT
+from lm_harness import WITH_HARNESS, offline
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 texts: Any = importlib.import_module("ruler_prompts")
 training: Any = importlib.import_module("train_ruler")
 
-WITH_HARNESS = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason='no lm_eval: pip install "lm_eval[hf,ruler]"'
-)
 LINE = re.compile(r"One of the special magic (?:number|uuid)s for (.+) is: (.+)\.")
 ASKED = re.compile(r"\nWhat is the special magic (number|uuid) for (.+?) mentioned")
-
-
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
 
 
 @pytest.mark.parametrize("task", texts.TASKS, ids=lambda task: task.name)
