@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from uniprefill_fx.backend import Compilation
-from uniprefill_fx.kernels.block_scores_reference import block_scores_reference
-from uniprefill_fx.runtime import Prefill
+from uniprefill_fx.kernels.block_scores.naive import block_scores_reference
+from uniprefill_fx.runtime.prefill import Prefill
 
 RIVALS = ("sinks+last", "random", "mean")
 """The first rows and the last (as StreamingLLM keeps them); random blocks; the blocks whose mean key fits the mean

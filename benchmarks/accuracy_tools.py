@@ -21,7 +21,7 @@ from uniprefill_fx.backend import compile_graph
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category
 from uniprefill_fx.frontends import gating
-from uniprefill_fx.record import watched
+from uniprefill_fx.runtime.last_call import watched
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = Path(os.environ.get("UNIPREFILL_CHECKPOINTS") or ROOT.parent / "shared" / "checkpoints")

@@ -13,8 +13,8 @@ from kernel_checks import poisoned_memory
 from torch import Tensor
 
 import uniprefill_fx.lowering.cuda  # noqa: F401  registers what the op runs on CUDA
-from uniprefill_fx.kernels.slot_attention import slot_attention
-from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
+from uniprefill_fx.kernels.slot_attention.kernel import slot_attention
+from uniprefill_fx.kernels.slot_attention.naive import slot_attention_reference
 
 BLOCK = 64
 ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.kernels.slot_attention.kernel import slot_attention
 from uniprefill_fx.ops.attention import attention_reference
 
 Run = Callable[[], Tensor]

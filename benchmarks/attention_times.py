@@ -36,7 +36,7 @@ from attention_checks import arguments, check_all, difference, in_processes
 from attention_rivals import RIVALS, visible_range
 from clock import Clock, limit_ms, where_and_when
 
-from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.kernels.slot_attention.kernel import slot_attention
 from uniprefill_fx.kernels.tiles import Tiles
 
 LENGTHS = (4096, 32_768, 131_072)

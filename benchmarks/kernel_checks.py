@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_scores import block_scores
-from uniprefill_fx.kernels.select_blocks import select_blocks, select_blocks_reference
+from uniprefill_fx.kernels.block_scores.kernel import block_scores
+from uniprefill_fx.kernels.select_blocks.kernel import select_blocks, select_blocks_reference
 
 # name: heads, kv_heads, head_dim, lengths, last_n, block_size, dtype
 SCORE_CASES: dict[str, tuple[int, int, int, tuple[int, ...], int, int, torch.dtype]] = {

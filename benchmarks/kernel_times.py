@@ -34,8 +34,8 @@ from clock import Clock, where_and_when
 from kernel_checks import check_all, packed
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_scores import block_scores
-from uniprefill_fx.kernels.select_blocks import mark_blocks, queue_selection
+from uniprefill_fx.kernels.block_scores.kernel import block_scores
+from uniprefill_fx.kernels.select_blocks.kernel import mark_blocks, queue_selection
 from uniprefill_fx.kernels.tiles import Tiles
 from uniprefill_fx.ops.scoring import packed_score as torch_scores
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from uniprefill_fx import backend
-from uniprefill_fx.lowering.segments import Segment
-from uniprefill_fx.runtime import Prefill
+from uniprefill_fx.lowering.pieces import Segment
+from uniprefill_fx.runtime.prefill import Prefill
 
 GIB = 1 << 30
 

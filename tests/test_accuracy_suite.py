@@ -109,7 +109,7 @@ def test_fp8_scores() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(1, 2, 256, 32), torch.randn(1, 2, 256, 32), torch.tensor([[0, 256]])
     (rows, _), got = run(*inputs)
-    twin: Any = importlib.import_module("uniprefill_fx.kernels.block_scores_reference")
+    twin: Any = importlib.import_module("uniprefill_fx.kernels.block_scores.naive")
     cu = torch.tensor([0, 256], dtype=torch.int32)
     want = twin.block_scores_reference(inputs[0][0], inputs[1][0], cu, 2.0, 8, 16, dtype="fp8")
     assert torch.equal(got, want)

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 import uniprefill_fx
-from uniprefill_fx import OptionError, calibrate, calibration
+from uniprefill_fx import OptionError, calibrate
+from uniprefill_fx.tools import calibrate as calibration
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 16}
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 import uniprefill_fx.ops  # noqa: F401  (registers the operators)
 from uniprefill_fx.errors import RefusalError
-from uniprefill_fx.passes.expansion import Expansion, expansion
-from uniprefill_fx.passes.values import expression, is_op, meta, name_of
+from uniprefill_fx.passes.analyze.latent_kv import Expansion, expansion
+from uniprefill_fx.passes.node_utils import expression, is_op, meta, name_of
 
 Keys = tuple[Tensor, Tensor]
 HEADS, LATENT, ROTARY = 4, 8, 2

@@ -20,8 +20,8 @@ import torch
 from tiny import tiny_gemma3, tiny_llama, token_ids
 
 import uniprefill_fx
-from uniprefill_fx.html_report import COLUMNS, column_width, contents, kept_map
-from uniprefill_fx.report import Report
+from uniprefill_fx.tools.explain import Report
+from uniprefill_fx.tools.html_report import COLUMNS, column_width, contents, kept_map
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (

@@ -11,8 +11,8 @@ from attention_cases import CASES, Case, exact
 from torch import Tensor
 from triton_worker import Run
 
-from uniprefill_fx.kernels.slot_attention import slot_attention
-from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
+from uniprefill_fx.kernels.slot_attention.kernel import slot_attention
+from uniprefill_fx.kernels.slot_attention.naive import slot_attention_reference
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 5e-6}

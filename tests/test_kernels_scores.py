@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from triton_worker import Run
 
-from uniprefill_fx.kernels.block_scores import block_scores
-from uniprefill_fx.kernels.block_scores_reference import block_scores_reference
+from uniprefill_fx.kernels.block_scores.kernel import block_scores
+from uniprefill_fx.kernels.block_scores.naive import block_scores_reference
 from uniprefill_fx.kernels.tiles import Tiles
 
 
@@ -165,7 +165,7 @@ def test_tiles_do_not_change_the_scores(run: Run, tiles: Tiles) -> None:
 def with_unshared_tiles(**arguments: Any) -> Tensor:
     """As on a long stream, where a program goes through all tiles of queries (runs in the worker)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("uniprefill_fx.kernels.block_scores.MIN_PROGRAMS", 1)
+        patch.setattr("uniprefill_fx.kernels.block_scores.kernel.MIN_PROGRAMS", 1)
         return block_scores(**arguments)
 
 

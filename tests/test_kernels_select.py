@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton_worker import Run
 
-from uniprefill_fx.kernels.select_blocks import mark_blocks, select_blocks, select_blocks_reference
+from uniprefill_fx.kernels.select_blocks.kernel import mark_blocks, select_blocks, select_blocks_reference
 from uniprefill_fx.ops.scoring import packed_select as torch_op
 
 

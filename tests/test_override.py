@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 
 import uniprefill_fx
 from uniprefill_fx import OptionError, override
-from uniprefill_fx.html_report import contents
-from uniprefill_fx.selection import as_compiled
+from uniprefill_fx.runtime.overrides import as_compiled
+from uniprefill_fx.tools.html_report import contents
 
 SPEC = DropSpec((1, 2), p=0.9, block_size=16, last_n=16, sink_tokens=16)
 

@@ -20,25 +20,25 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.lowering.devices import check_score_dtype
 from uniprefill_fx.lowering.inner import inner_backend
-from uniprefill_fx.lowering.segments import Segment
-from uniprefill_fx.passes.constants import write_constants
-from uniprefill_fx.passes.extract import extract
-from uniprefill_fx.passes.inplace import remove_in_place
-from uniprefill_fx.passes.layer_ops import expand_layer_ops
-from uniprefill_fx.passes.lower import lower_attention
-from uniprefill_fx.passes.plan import Plan, make_plan
-from uniprefill_fx.passes.products import write_products
-from uniprefill_fx.passes.propagate import propagate
-from uniprefill_fx.passes.ranks import find_ranks
-from uniprefill_fx.passes.rewrite import rewrite
-from uniprefill_fx.passes.sites import find_sites
-from uniprefill_fx.passes.split import split_at_selections
-from uniprefill_fx.passes.triangles import mark_triangles
-from uniprefill_fx.passes.values import copy_module, decoder_layer, meta
-from uniprefill_fx.runtime import LengthMarks, Prefill, Undropped
+from uniprefill_fx.lowering.pieces import Segment
+from uniprefill_fx.passes.analyze.attention_nodes import find_sites
+from uniprefill_fx.passes.analyze.plan import Plan, make_plan
+from uniprefill_fx.passes.analyze.ranks import find_ranks
+from uniprefill_fx.passes.node_utils import copy_module, decoder_layer, meta
+from uniprefill_fx.passes.normalize.attention_form import write_products
+from uniprefill_fx.passes.normalize.causal_buffers import mark_triangles
+from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
+from uniprefill_fx.passes.normalize.fold_constants import write_constants
+from uniprefill_fx.passes.normalize.functionalize import remove_in_place
+from uniprefill_fx.passes.rewrite.drop_tokens import rewrite
+from uniprefill_fx.passes.rewrite.extract import extract
+from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
+from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
+from uniprefill_fx.passes.rewrite.split import split_at_selections
+from uniprefill_fx.runtime.prefill import LengthMarks, Prefill, Undropped
+from uniprefill_fx.runtime.retrace import TraceAgain, trace_symbolic
 from uniprefill_fx.timing import collect
 from uniprefill_fx.tracelog import note
-from uniprefill_fx.tracing import TraceAgain, trace_symbolic
 
 log = logging.getLogger(__name__)
 Observer = Callable[["Compilation"], None]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 from torch._logging import trace_structured
 
-from uniprefill_fx.passes.plan import Plan
+from uniprefill_fx.passes.analyze.plan import Plan
 
 log = logging.getLogger(__name__)
 

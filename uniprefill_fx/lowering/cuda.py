@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_scores import block_scores
+from uniprefill_fx.kernels.block_scores.kernel import block_scores
 from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK
-from uniprefill_fx.kernels.select_blocks import select_blocks
-from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
+from uniprefill_fx.kernels.slot_attention.kernel import slot_attention
 from uniprefill_fx.ops import attention, scoring
 
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)

@@ -1,0 +1,270 @@
+"""Attention mass of the last queries on each block of keys, in one pass over K (UniPrefill, arXiv 2605.06221, Eq. 3-4).
+
+`_block_lse_kernel` computes the logits of a tile of keys against the last queries of all heads that share it, and
+keeps one number for each (query, block): the logarithm of the block's sum of exponentials. From these the softmax
+over the whole sequence follows exactly: `_row_lse_kernel` sums a query's blocks to its denominator, and
+`_combine_kernel` sums exp(block - denominator) over queries and heads. Logarithms are to base 2, where the hardware
+has exp2 and log2. Nothing is written twice or added atomically, so that results do not depend on timing.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from uniprefill_fx.kernels.checks import check_scores
+from uniprefill_fx.kernels.common import check_stream, find_request, on_device, tanh
+from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile, default_tiles
+
+MIN_PROGRAMS = 512  # a few for each multiprocessor of the largest cards
+
+
+@triton.jit
+def _to_fp8(x):
+    """x as e4m3 with one scale for the tile: the largest magnitude becomes the largest finite number."""
+    largest = tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    return (x.to(tl.float32) * (448.0 / largest)).to(tl.float8e4nv), largest / 448.0
+
+
+@triton.jit
+def _load_queries(
+    q, row, kv_head, start, length, q_head_stride, q_token_stride,
+    LAST_N: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """Queries `row` = group * LAST_N + i of one kv head's group; rows past the last, or past a short request, are 0."""
+    n = tl.minimum(length, LAST_N)
+    dim = tl.arange(0, DIM_PAD)
+    exists = (row < GROUPS * LAST_N) & (row % LAST_N < n)
+    head = (kv_head * GROUPS + row // LAST_N).to(tl.int64)
+    token = (start + length - n + row % LAST_N).to(tl.int64)
+    rows = q + head * q_head_stride + token * q_token_stride
+    return tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _quantise_queries_kernel(
+    q, cu_seqlens, q8, q8_scale, q_head_stride, q_token_stride,
+    LAST_N: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The last queries as e4m3 tiles, (requests, kv_heads, tiles, ROWS, DIM_PAD), so that it is done once, not for
+    every tile of keys."""
+    request, kv_head, tile = tl.program_id(2), tl.program_id(1), tl.program_id(0)
+    start = tl.load(cu_seqlens + request)
+    length = tl.load(cu_seqlens + request + 1) - start
+    row = tile * ROWS + tl.arange(0, ROWS)
+    x = _load_queries(q, row, kv_head, start, length, q_head_stride, q_token_stride, LAST_N, GROUPS, HEAD_DIM, DIM_PAD)
+    x8, scale = _to_fp8(x)
+    number = ((request * tl.num_programs(1) + kv_head) * tl.num_programs(0) + tile).to(tl.int64)
+    at = number * (ROWS * DIM_PAD) + tl.arange(0, ROWS)[:, None] * DIM_PAD + tl.arange(0, DIM_PAD)[None, :]
+    tl.store(q8 + at, x8)
+    tl.store(q8_scale + number, scale)
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _block_lse_kernel(
+    q, q8, q8_scale, k, cu_seqlens, block_lse, requests, scale, softcap,
+    q_head_stride, q_token_stride, k_head_stride, k_token_stride,
+    LAST_N: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """block_lse[slot, head * LAST_N + i] = log2 of the sum of exp(logit) over the keys of a block.
+
+    A program holds one tile of keys and goes through the tiles of queries; those are few and stay in the L2 cache,
+    while every key is read from memory once. Programs of one tile along axis 2 share its queries.
+    """
+    TOKENS: tl.constexpr = BLOCKS * BLOCK_SIZE
+    GROUP_ROWS: tl.constexpr = GROUPS * LAST_N
+    TILES: tl.constexpr = (GROUP_ROWS + ROWS - 1) // ROWS
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    request = find_request(cu_seqlens, requests, tile, TOKENS)
+    start = tl.load(cu_seqlens + request)
+    length = tl.load(cu_seqlens + request + 1) - start
+    first_key = (tile - (start // TOKENS + request)) * TOKENS
+    if first_key >= length:
+        return
+
+    column = tl.arange(0, BLOCKS * BLOCK_PAD)
+    within = column % BLOCK_PAD
+    key = first_key + column // BLOCK_PAD * BLOCK_SIZE + within
+    dim = tl.arange(0, DIM_PAD)
+    keys = k + kv_head.to(tl.int64) * k_head_stride + (start + key).to(tl.int64) * k_token_stride
+    exists = (key < length) & (within < BLOCK_SIZE)
+    k_tile = tl.load(keys[:, None] + dim[None, :], mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    if FP8:
+        k_tile, k_scale = _to_fp8(k_tile)
+    k_tile = tl.trans(k_tile)  # here rather than in the loop, where it would be written to shared memory each time
+
+    n = tl.minimum(length, LAST_N)
+    # the first query sees all keys of this tile, and then so do all: most tiles need no mask
+    masked = (first_key + TOKENS > length - n + 1) | (BLOCK_SIZE != BLOCK_PAD)
+    block = first_key // BLOCK_SIZE + tl.arange(0, BLOCKS)
+    slot = (start // BLOCK_SIZE + request + block).to(tl.int64)
+    line = tl.num_programs(1).to(tl.int64) * GROUP_ROWS
+    for t in tl.range(tl.program_id(2), TILES, tl.num_programs(2), num_stages=STAGES):
+        row = t * ROWS + tl.arange(0, ROWS)
+        if FP8:
+            number = ((request * tl.num_programs(1) + kv_head) * TILES + t).to(tl.int64)
+            at = number * (ROWS * DIM_PAD) + tl.arange(0, ROWS)[:, None] * DIM_PAD + dim[None, :]
+            product = tl.dot(tl.load(q8 + at), k_tile)
+            unit = scale * k_scale * tl.load(q8_scale + number)
+        else:
+            q_tile = _load_queries(
+                q, row, kv_head, start, length, q_head_stride, q_token_stride, LAST_N, GROUPS, HEAD_DIM, DIM_PAD
+            )
+            # for float32 inputs the default, tf32, would lose 13 bits
+            product = tl.dot(q_tile, k_tile, input_precision="tf32x3")
+            unit = scale
+        if SOFTCAP:
+            product = tanh(product * (unit / softcap))
+            unit = softcap
+        unit *= 1.4426950408889634  # log2(e)
+        if masked:
+            position = tl.where(row % LAST_N < n, length - n + row % LAST_N, -1)
+            visible = (key[None, :] <= position[:, None]) & (within < BLOCK_SIZE)[None, :]
+            product = tl.where(visible, product, float("-inf"))
+        # the unit is positive, so the largest product belongs to the largest logit
+        product = tl.reshape(product, (ROWS, BLOCKS, BLOCK_PAD))
+        highest = tl.max(product, 2) * unit
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        mass = tl.sum(tl.exp2(product * unit - highest[:, :, None]), 2)
+        where = block_lse + slot[None, :] * line + (kv_head * GROUP_ROWS + row)[:, None]
+        stored = (row < GROUP_ROWS)[:, None] & (block * BLOCK_SIZE < length)[None, :]
+        tl.store(where, highest + tl.log2(mass), mask=stored)
+
+
+@triton.jit
+def _row_lse_kernel(
+    block_lse, cu_seqlens, sinks, row_lse, LAST_N: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """row_lse[request, row] = log2 of the row's softmax denominator; +inf for rows that do not exist."""
+    request = tl.program_id(1)
+    start = tl.load(cu_seqlens + request)
+    length = tl.load(cu_seqlens + request + 1) - start
+    first, blocks = (start // BLOCK_SIZE + request).to(tl.int64), tl.cdiv(length, BLOCK_SIZE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = (row < HEADS * LAST_N) & (row % LAST_N < length)
+    # a running sum in each lane, relative to the lane's own maximum; lanes are joined once, at the end
+    highest = tl.full((SLOTS, ROWS), float("-inf"), tl.float32)
+    mass = tl.zeros((SLOTS, ROWS), tl.float32)
+    for b in range(0, blocks, SLOTS):
+        block = b + tl.arange(0, SLOTS)
+        at = (first + block)[:, None] * (HEADS * LAST_N) + row[None, :]
+        x = tl.load(block_lse + at, mask=(block < blocks)[:, None] & exists[None, :], other=float("-inf"))
+        above = tl.maximum(highest, x)
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        mass = mass * tl.exp2(highest - finite) + tl.exp2(x - finite)
+        highest = above
+    top = tl.max(highest, 0)
+    if SINKS:
+        sink = tl.load(sinks + row // LAST_N, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(mass * tl.exp2(highest - top[None, :]), 0)
+    if SINKS:
+        total += tl.exp2(sink - top)
+    result = tl.where(exists, top + tl.log2(total), float("inf"))
+    tl.store(row_lse + request.to(tl.int64) * (HEADS * LAST_N) + row, result, mask=row < HEADS * LAST_N)
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _combine_kernel(
+    block_lse, row_lse, cu_seqlens, scores, requests, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """scores[slot] = sum over the rows of exp2(block_lse - row_lse); 0 for slots that no block uses."""
+    slot = tl.program_id(0)
+    request = find_request(cu_seqlens, requests, slot, BLOCK_SIZE)
+    start = tl.load(cu_seqlens + request)
+    length = tl.load(cu_seqlens + request + 1) - start
+    mass = tl.zeros((TILE,), tl.float32)
+    if (slot - (start // BLOCK_SIZE + request)) * BLOCK_SIZE < length:
+        blocks = block_lse + slot.to(tl.int64) * ROWS
+        rows = row_lse + request.to(tl.int64) * ROWS
+        for r in range(0, ROWS, TILE):
+            row = r + tl.arange(0, TILE)
+            x = tl.load(blocks + row, mask=row < ROWS, other=float("-inf"))
+            mass += tl.exp2(x - tl.load(rows + row, mask=row < ROWS, other=float("inf")))
+    tl.store(scores + slot, tl.sum(mass, 0))
+
+
+def block_scores(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    last_n: int,
+    block_size: int,
+    softcap: float | None = None,
+    dtype: Literal["input", "fp8"] = "input",
+    sinks: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Attention mass that the last queries of each request give to each block of its keys.
+
+    s_b = Σ over heads, the last min(last_n, length) queries and the keys i of block b of softmax(q·kᵀ·scale)_i, causal
+    within the request and normalised over all its keys (UniPrefill, arXiv 2605.06221, Eq. 3 and 4).
+
+    Args:
+        q: (heads, tokens, head_dim), k: (kv_heads, tokens, head_dim), both after rotary, float32, float16 or bfloat16;
+            any strides but 1 in the last dimension. heads is a multiple of kv_heads, head_dim at most 256.
+        cu_seqlens: (requests + 1,) int32 on the same device, first 0, last `tokens`; not read by the host.
+        scale: factor on the logits, positive. last_n: queries a request is scored with (fewer when it is shorter).
+        block_size: tokens a block, 16 to 128. softcap: logits become softcap·tanh(logit / softcap).
+        dtype: type of the operands of q·kᵀ: that of the inputs, or "fp8": e4m3, with one scale for each tile of
+            queries and of keys. Accumulation, exponentials and sums are float32 either way.
+        sinks: `heads` elements: one more logit a head that takes part in the softmax and belongs to no block.
+        tiles: for measurements; `default_tiles` otherwise.
+
+    Returns:
+        (tokens // block_size + requests,) float32, attention mass (it sums to heads × queries over a request, less
+        what the sinks take). Blocks
+        of request r start at `cu_seqlens[r] // block_size + r`; entries that no block uses are 0.
+    """
+    check_scores(q, k, scale, last_n, block_size, softcap, dtype, sinks)
+    check_stream(cu_seqlens, q.device)
+    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
+        q, k = q.float(), k.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
+    (heads, tokens, head_dim), kv_heads, requests = q.shape, k.shape[0], cu_seqlens.shape[0] - 1
+    groups, fp8 = heads // kv_heads, dtype == "fp8"
+    tiles = tiles or default_tiles(head_dim, q.element_size(), groups * last_n, fp8)
+    block_pad, dim_pad = triton.next_power_of_2(block_size), max(16, triton.next_power_of_2(head_dim))
+    blocks = blocks_of_a_tile(tiles, block_size)
+    slots, key_tiles = tokens // block_size + requests, tokens // (blocks * block_size) + requests
+    row_tiles = triton.cdiv(groups * last_n, tiles.rows)
+    strides = q.stride(0), q.stride(1)
+    shape = {"LAST_N": last_n, "GROUPS": groups, "HEAD_DIM": head_dim, "DIM_PAD": dim_pad, "ROWS": tiles.rows}
+
+    block_lse = torch.empty(slots, heads * last_n, dtype=torch.float32, device=q.device)
+    row_lse = torch.empty(requests, heads * last_n, dtype=torch.float32, device=q.device)
+    scores = torch.empty(slots, dtype=torch.float32, device=q.device)
+    q8, q8_scale = q, q  # not read unless fp8
+    with on_device(q.device):
+        if fp8:
+            q8 = q.new_empty(requests, kv_heads, row_tiles, tiles.rows, dim_pad, dtype=torch.float8_e4m3fn)
+            q8_scale = torch.empty(requests, kv_heads, row_tiles, dtype=torch.float32, device=q.device)
+            _quantise_queries_kernel[(row_tiles, kv_heads, requests)](q, cu_seqlens, q8, q8_scale, *strides, **shape)
+        # a short stream has few tiles of keys: programs then share a tile, so that every multiprocessor has work
+        turns = max(1, row_tiles * key_tiles * kv_heads // MIN_PROGRAMS)
+        shares = triton.cdiv(row_tiles, turns)
+        _block_lse_kernel[(key_tiles, kv_heads, shares)](
+            q, q8, q8_scale, k, cu_seqlens, block_lse, requests, scale, softcap or 1.0,
+            *strides, k.stride(0), k.stride(1), **shape,
+            BLOCK_SIZE=block_size, BLOCK_PAD=block_pad, BLOCKS=blocks, SOFTCAP=softcap is not None, FP8=fp8,
+            STAGES=tiles.stages, num_warps=tiles.warps, maxnreg=tiles.registers,
+        )  # fmt: skip
+        _row_lse_kernel[(triton.cdiv(heads * last_n, 32), requests)](
+            block_lse, cu_seqlens, row_lse if sinks is None else sinks.reshape(-1).contiguous(), row_lse, last_n,
+            heads, block_size, SINKS=sinks is not None, ROWS=32, SLOTS=128, num_warps=8,
+        )  # fmt: skip
+        _combine_kernel[(slots,)](
+            block_lse, row_lse, cu_seqlens, scores, requests, heads * last_n, block_size, TILE=1024, num_warps=4
+        )
+    return scores

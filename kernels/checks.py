@@ -1,0 +1,103 @@
+"""What the wrappers of the kernels refuse, with what came and what was wanted. The kernels themselves check nothing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from uniprefill_fx.kernels.common import check_device
+
+MIN_BLOCK, MAX_BLOCK = 16, 128
+MAX_HEAD_DIM = 256
+
+
+def check_scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    last_n: int,
+    block_size: int,
+    softcap: float | None,
+    dtype: str,
+    sinks: Tensor | None,
+) -> None:
+    """Raise ValueError for what `block_scores` does not handle; `cu_seqlens` apart."""
+    if q.ndim != 3 or k.ndim != 3 or q.shape[1:] != k.shape[1:] or k.shape[0] == 0 or q.shape[0] % k.shape[0]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}: wanted (heads, tokens, head_dim) and (kv_heads, tokens, head_dim)"
+            ", heads a multiple of kv_heads"
+        )
+    if not 1 <= q.shape[2] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim {q.shape[2]}: wanted 1 to {MAX_HEAD_DIM}")
+    if q.dtype != k.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"q is {q.dtype}, k is {k.dtype}: wanted both float32, float16 or bfloat16")
+    if q.device != k.device:
+        raise ValueError(f"q lies on {q.device}, k on {k.device}: wanted one device")
+    if q.stride(2) != 1 or k.stride(2) != 1:
+        raise ValueError(f"strides of q {q.stride()}, of k {k.stride()}: wanted 1 in the last dimension")
+    if not MIN_BLOCK <= block_size <= MAX_BLOCK:
+        raise ValueError(f"block_size {block_size}: wanted {MIN_BLOCK} to {MAX_BLOCK}")
+    if q.dtype == torch.float32 and dtype == "input" and q.shape[2] > 128 and block_size > 64:
+        raise ValueError(f"float32 with head_dim {q.shape[2]}: wanted block_size up to 64 (shared memory)")
+    if last_n < 1:
+        raise ValueError(f"last_n {last_n}: wanted at least 1")
+    if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
+        raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
+    if sinks is not None and (sinks.numel() != q.shape[0] or sinks.device != q.device):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)} on {sinks.device}: wanted {q.shape[0]} on {q.device}")
+    if dtype not in ("input", "fp8"):
+        raise ValueError(f"dtype {dtype!r}: wanted 'input' or 'fp8'")
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor | None,
+    q_slots: Tensor | None,
+    k_slots: Tensor | None,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> None:
+    """Raise ValueError for what `slot_attention` does not handle; values on the device are not looked at."""
+    check_device(q.device)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if (
+        not q.ndim == k.ndim == v.ndim == 4
+        or not q.shape[0] == k.shape[0] == v.shape[0]
+        or q.shape[3] != k.shape[3]
+        or k.shape[1:3] != v.shape[1:3]
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1]
+    ):
+        raise ValueError(
+            f"{shapes}: wanted (batch, heads, queries, head_dim), (batch, kv_heads, keys, head_dim) and (batch, "
+            "kv_heads, keys, v_dim), heads a multiple of kv_heads"
+        )
+    if not (1 <= q.shape[3] <= MAX_HEAD_DIM and 1 <= v.shape[3] <= MAX_HEAD_DIM):
+        raise ValueError(f"{shapes}: wanted head_dim and v_dim of 1 to {MAX_HEAD_DIM}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
+    if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
+        raise ValueError(f"strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension")
+    if spans is not None and (spans.shape != (q.shape[0], 2) or q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"{shapes} with spans {tuple(spans.shape)}: wanted as many queries as keys, and spans ({q.shape[0]}, 2)"
+        )
+    by_slot = q_slots is not None and k_slots is not None
+    if not by_slot and q.shape[2] > k.shape[2]:
+        raise ValueError(f"{shapes} without slots: wanted no more queries than keys")
+    for name, slots, rows in (("q_slots", q_slots, q.shape[2]), ("k_slots", k_slots, k.shape[2])):
+        shapes_of_slots = ((1, rows), (q.shape[0], rows))
+        if by_slot and slots is not None and (slots.shape not in shapes_of_slots or slots.dtype != torch.int64):
+            raise ValueError(
+                f"{name} is {slots.dtype} of shape {tuple(slots.shape)}: wanted int64, (1 or {q.shape[0]}, {rows})"
+            )
+    if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
+        raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
+    if (window is not None and window < 1) or (chunk is not None and chunk < 1):
+        raise ValueError(f"window {window}, chunk {chunk}: wanted at least 1")

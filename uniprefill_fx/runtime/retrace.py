@@ -1,0 +1,67 @@
+"""Have Dynamo trace prompts with a symbolic length from the first call on, without any process-wide setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import exc
+
+from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.passes.node_utils import expression, meta
+
+
+class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):
+    """Raised by the backend to have Dynamo trace the frame once more.
+
+    The first base makes Dynamo forget the trace, the second one passes through the code that calls backends.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(restart_reason=f"uniprefill: {reason}")
+
+
+def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Mark the token axes of a static prefill graph's inputs as dynamic and trace again; at most once an input.
+
+    In a batch of prompts, mark its axis too: rows of requests can only be told from other axes by their own symbol.
+    The prompt length and the batch are those of the queries of the first attention. Which inputs hold them, tracing
+    will tell: the mark is a wish, and an axis that turns out to be something else of the same size is specialised as
+    before.
+
+    Raises:
+        TraceAgain: inputs were marked.
+    """
+    fresh = [s for s in plan.sites if not s.stored]
+    if not plan.prefill or not fresh:
+        return
+    shapes = [shape for site in fresh if len(shape := meta(site.q).shape) == 4]
+    if not shapes:
+        return  # attention that was refused, over operands of another kind
+    batch, _, length, _ = map(expression, shapes[0])
+    wanted = [int(size) for size in (length, batch) if not size.free_symbols and size > 1]
+    if not wanted or length == 1:
+        return
+    marked = False
+    placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        if not isinstance(example, torch.Tensor) or _is_state(node, example):
+            continue
+        sizes = [size if isinstance(size, int) else None for size in example.shape]
+        # The axis of the prompts is the first one, or the second behind that of the tokens.
+        own = (0, 1) if sizes[:1] == [length] else (0,)
+        axes = [d for d, size in enumerate(sizes) if size in wanted and (size == length or d in own)]
+        before: set[int] = getattr(example, "_dynamo_weak_dynamic_indices", set())
+        if set(axes) - before:
+            torch._dynamo.maybe_mark_dynamic(example, axes)
+            marked = True
+    if marked:
+        raise TraceAgain(f"sizes {wanted} of the prompts were traced as numbers")
+
+
+def _is_state(node: fx.Node, example: torch.Tensor) -> bool:
+    """Parameters and buffers: their sizes are the model's."""
+    static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    return static is not None or isinstance(example, torch.nn.Parameter)
