@@ -140,7 +140,13 @@ class Subject:
             tokens, logprobs, call = self._generate(prompt)
         if not call.dropped or call.tokens != prompt.first.shape[1]:
             raise RuntimeError(f"{setting.name}: the prompt was to drop tokens, and did not: {call}")
-        return Answer(tokens, logprobs, call.work, call.rows, {layer: len(rows) for layer, rows in call.kept.items()})
+        return Answer(
+            tokens,
+            logprobs,
+            call.compute_fraction,
+            call.num_tokens,
+            {layer: len(rows) for layer, rows in call.kept_indices.items()},
+        )
 
     @contextmanager
     def _choosing(self, setting: Setting, keep: Sequence[int]) -> Iterator[None]:
@@ -210,7 +216,7 @@ class Row:
         self.gone += any(kept < prompt.first.shape[1] for kept in got.kept.values())
         self.kl_sum += kl
         self.kl_max = max(self.kl_max, kl)
-        self.work_sum += got.work
+        self.work_sum += got.compute_fraction
         for layer, kept in got.kept.items():
             fraction = kept / prompt.first.shape[1]
             self.kept_sum[str(layer)] = self.kept_sum.get(str(layer), 0.0) + fraction

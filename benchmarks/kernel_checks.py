@@ -58,8 +58,8 @@ def exact_scores(
             logits = softcap * torch.tanh(logits / softcap)
         hidden = torch.ones(n, end - start, dtype=torch.bool, device=q.device).triu(end - start - n + 1)
         mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((0, 1))
-        slot = start // block_size + r + torch.arange(end - start, device=q.device) // block_size
-        scores.index_add_(0, slot, mass)
+        position = start // block_size + r + torch.arange(end - start, device=q.device) // block_size
+        scores.index_add_(0, position, mass)
     return scores
 
 

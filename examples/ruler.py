@@ -39,8 +39,8 @@ class Seen:
 
     def note(self, call: uniprefill_fx.LastCall) -> None:
         self.prompts += 1
-        self.dropped += any(len(rows) != call.tokens for rows in call.kept.values())
-        self.works.append(call.work)
+        self.dropped += any(len(rows) != call.tokens for rows in call.kept_indices.values())
+        self.works.append(call.compute_fraction)
 
 
 def harness(model: Any, tokenizer: Any, max_length: int) -> tuple[Any, Seen]:

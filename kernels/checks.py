@@ -55,15 +55,15 @@ def check_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Tensor | None,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
+    token_bounds: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
     scale: float,
     window: int | None,
     chunk: int | None,
     softcap: float | None,
 ) -> None:
-    """Raise ValueError for what `slot_attention` does not handle; values on the device are not looked at."""
+    """Raise ValueError for what `position_attention` does not handle; values on the device are not looked at."""
     check_device(q.device)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if (
@@ -84,18 +84,24 @@ def check_attention(
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
     if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
         raise ValueError(f"strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension")
-    if spans is not None and (spans.shape != (q.shape[0], 2) or q.shape[2] != k.shape[2]):
+    if token_bounds is not None and (token_bounds.shape != (q.shape[0], 2) or q.shape[2] != k.shape[2]):
         raise ValueError(
-            f"{shapes} with spans {tuple(spans.shape)}: wanted as many queries as keys, and spans ({q.shape[0]}, 2)"
+            f"{shapes} with token_bounds {tuple(token_bounds.shape)}: wanted as many queries as keys, and token_bounds "
+            f"({q.shape[0]}, 2)"
         )
-    by_slot = q_slots is not None and k_slots is not None
-    if not by_slot and q.shape[2] > k.shape[2]:
-        raise ValueError(f"{shapes} without slots: wanted no more queries than keys")
-    for name, slots, rows in (("q_slots", q_slots, q.shape[2]), ("k_slots", k_slots, k.shape[2])):
-        shapes_of_slots = ((1, rows), (q.shape[0], rows))
-        if by_slot and slots is not None and (slots.shape not in shapes_of_slots or slots.dtype != torch.int64):
+    by_position = q_positions is not None and k_positions is not None
+    if not by_position and q.shape[2] > k.shape[2]:
+        raise ValueError(f"{shapes} without positions: wanted no more queries than keys")
+    for name, positions, rows in (("q_positions", q_positions, q.shape[2]), ("k_positions", k_positions, k.shape[2])):
+        shapes_of_positions = ((1, rows), (q.shape[0], rows))
+        if (
+            by_position
+            and positions is not None
+            and (positions.shape not in shapes_of_positions or positions.dtype != torch.int64)
+        ):
             raise ValueError(
-                f"{name} is {slots.dtype} of shape {tuple(slots.shape)}: wanted int64, (1 or {q.shape[0]}, {rows})"
+                f"{name} is {positions.dtype} of shape {tuple(positions.shape)}: wanted int64, "
+                f"(1 or {q.shape[0]}, {rows})"
             )
     if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
         raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")

@@ -28,7 +28,7 @@ class Tiles:
     registers: int | None = None
     """Limit for a thread."""
     heads: int = 1
-    """Heads of a group that share a tile of `slot_attention`, a power of two."""
+    """Heads of a group that share a tile of `position_attention`, a power of two."""
 
 
 def default_tiles(head_dim: int, itemsize: int, rows: int, fp8: bool) -> Tiles:
@@ -54,7 +54,7 @@ def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
 def attention_tiles(
     head_dim: int, v_dim: int, itemsize: int, queries: int, groups: int, window: int | None, shared_memory: int
 ) -> Tiles:
-    """Tiles of `slot_attention` that fit in `shared_memory` bytes a program.
+    """Tiles of `position_attention` that fit in `shared_memory` bytes a program.
 
     128 queries on 8 warps are two warp groups, each with the 64 rows of a Hopper matrix instruction, and the
     accumulator of the widest heads takes half of their registers. Fewer keys at a time serve the card no better,

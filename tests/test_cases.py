@@ -186,4 +186,4 @@ def test_case_16_every_cache_layer_is_as_long_as_the_plan_says(name: str) -> Non
         assert_dropped(done)
         kinds = model.reference.kinds
         window = {i: WINDOW - 1 for i, kind in enumerate(kinds) if kind == "sliding_attention"}
-        assert kv_lengths(out.past_key_values) == [min(n, window.get(i, n)) for i, n in enumerate(done.rows)]
+        assert kv_lengths(out.past_key_values) == [min(n, window.get(i, n)) for i, n in enumerate(done.num_tokens)]

@@ -133,7 +133,7 @@ def test_logits_of_all_positions_show_frozen_states(compiled: Compiled) -> None:
     assert_near(again.logits, want.logits)
     assert_differs(out.logits, dense)
     assert_near(out.logits[:, -1], dense[:, -1])
-    kept = list(call.kept.values())[-1]
+    kept = list(call.kept_indices.values())[-1]
     assert_near(out.logits[:, kept], dense[:, kept])
 
 
@@ -161,6 +161,6 @@ def test_p_of_one_is_the_dense_model(compiled: Compiled) -> None:
     for length in (300, 1111):
         ids = needle_ids(length)
         out, call = compiled.prefill(ids, logits_to_keep=1)
-        assert call.dropped and [len(kept) for kept in call.kept.values()] == [length] * 2
-        assert set(call.rows) == {length}
+        assert call.dropped and [len(kept) for kept in call.kept_indices.values()] == [length] * 2
+        assert set(call.num_tokens) == {length}
         assert_near(out.logits, compiled.dense(ids, logits_to_keep=1).logits)

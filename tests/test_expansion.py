@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import uniprefill_fx.ops  # noqa: F401  (registers the operators)
 from uniprefill_fx.errors import RefusalError
-from uniprefill_fx.passes.analyze.latent_kv import Expansion, expansion
+from uniprefill_fx.passes.analyze.latent_kv import LatentKV, expansion
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, name_of
 
 Keys = tuple[Tensor, Tensor]
@@ -65,9 +65,9 @@ def traced(compute: Callable[[Tensor, Tensor], Keys]) -> tuple[fx.Graph, Any]:
         found.append(gm)
         return gm
 
-    def step(keys: Tensor, values: Tensor, slots: Tensor, timeline: Tensor) -> Keys:
+    def step(keys: Tensor, values: Tensor, positions: Tensor, timeline: Tensor) -> Keys:
         view, seen = torch.ops.uniprefill.logical_view, timeline.shape[0]
-        return compute(view(keys, slots, seen, seen), view(values, slots, seen, seen))
+        return compute(view(keys, positions, seen, seen), view(values, positions, seen, seen))
 
     torch._dynamo.reset()
     inputs = torch.randn(1, 1, 9, LATENT), torch.randn(1, 1, 9, ROTARY), torch.arange(9)[None], torch.empty(9, 0)
@@ -79,7 +79,7 @@ def traced(compute: Callable[[Tensor, Tensor], Keys]) -> tuple[fx.Graph, Any]:
     return gm.graph, expression(meta(view).shape[2])
 
 
-def expanded(compute: Callable[[Tensor, Tensor], Keys]) -> Expansion:
+def expanded(compute: Callable[[Tensor, Tensor], Keys]) -> LatentKV:
     graph, tokens = traced(compute)
     ends: Any = graph.output_node().args[0]
     return expansion(ends, lambda node: is_op(node, "logical_view"), tokens, tokens)

@@ -93,4 +93,4 @@ def test_the_option_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     assert eight.after is not None and eight.call is not None and full.call is not None
     (node,) = [n for n in eight.after.graph.nodes if n.target is torch.ops.uniprefill.score.default]
     assert FP8 in node.args and node.meta["val"].dtype == torch.float32
-    assert eight.call.dropped and torch.equal(eight.call.kept[1], full.call.kept[1])
+    assert eight.call.dropped and torch.equal(eight.call.kept_indices[1], full.call.kept_indices[1])

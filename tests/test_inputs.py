@@ -37,7 +37,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_positions_from_elsewhere_are_relative() -> None:
-    """Rotary positions 1000, 1001, ... of a whole prompt: masks and slots count from its own first token."""
+    """Rotary positions 1000, 1001, ... of a whole prompt: masks and positions count from its own first token."""
     model, ids = compiled(), token_ids(300)
     want = model.expected(ids)
     out, done = model.prefill(ids, position_ids=torch.arange(1000, 1300)[None], logits_to_keep=1)

@@ -20,14 +20,14 @@ def packed(lengths: Sequence[int]) -> Tensor:
 
 
 def scores_for(kind: str, lengths: Sequence[int], block_size: int) -> Tensor:
-    slots = sum(lengths) // block_size + len(lengths)
-    uniform = torch.rand(slots, generator=torch.Generator().manual_seed(slots))
+    positions = sum(lengths) // block_size + len(lengths)
+    uniform = torch.rand(positions, generator=torch.Generator().manual_seed(positions))
     return {
         "even": uniform,
         "peaked": uniform.log().neg().pow(6),  # over some seven orders of magnitude
         "tied in groups": (uniform * 4).ceil() / 10,
-        "all equal": torch.full((slots,), 0.1),
-        "all zero": torch.zeros(slots),
+        "all equal": torch.full((positions,), 0.1),
+        "all zero": torch.zeros(positions),
     }[kind]
 
 

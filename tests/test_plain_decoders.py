@@ -39,10 +39,10 @@ def assert_dropped_as(call: LastCall, want: Expected, drops: Sequence[int] = SPE
     """The kept sets are those that the reference chose, and rows were dropped."""
     assert all(min(s.margin, s.gap) > TIE for s in want.selections.values()), "a tie: choose another prompt"
     assert call.dropped and call.reason is None, str(call)
-    assert call.kept.keys() == want.kept.keys() and list(call.rows) == want.rows
-    assert all(torch.equal(call.kept[layer], kept) for layer, kept in want.kept.items())
-    assert tuple(call.kept) == tuple(drops)
-    assert call.tokens is not None and all(call.tokens > len(kept) for kept in call.kept.values())
+    assert call.kept_indices.keys() == want.kept.keys() and list(call.num_tokens) == want.rows
+    assert all(torch.equal(call.kept_indices[layer], kept) for layer, kept in want.kept.items())
+    assert tuple(call.kept_indices) == tuple(drops)
+    assert call.tokens is not None and all(call.tokens > len(kept) for kept in call.kept_indices.values())
 
 
 CASES = [

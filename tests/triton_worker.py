@@ -61,8 +61,8 @@ def interpreter() -> Iterator[Run]:
 
 
 def on_cuda(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls with all tensors on the card, but the spans of requests, which the host holds; results come back."""
-    there = {id(options.get("spans")): options.get("spans")}
+    """Calls with all tensors on the card, but the token_bounds of requests, which the host holds; results come back."""
+    there = {id(options.get("token_bounds")): options.get("token_bounds")}
 
     def move(x: torch.Tensor) -> Any:
         if id(x) not in there:  # one tensor for two arguments stays one

@@ -20,16 +20,16 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.lowering.devices import check_score_dtype
 from uniprefill_fx.lowering.inner import inner_backend
-from uniprefill_fx.lowering.pieces import Segment
-from uniprefill_fx.passes.analyze.attention_nodes import find_sites
+from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
 from uniprefill_fx.passes.analyze.plan import Plan, make_plan
 from uniprefill_fx.passes.analyze.ranks import find_ranks
 from uniprefill_fx.passes.node_utils import copy_module, decoder_layer, meta
-from uniprefill_fx.passes.normalize.attention_form import write_products
-from uniprefill_fx.passes.normalize.causal_buffers import mark_triangles
+from uniprefill_fx.passes.normalize.attention_form import unify_attention_form
+from uniprefill_fx.passes.normalize.causal_buffers import mark_causal_buffers
 from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
-from uniprefill_fx.passes.normalize.fold_constants import write_constants
-from uniprefill_fx.passes.normalize.functionalize import remove_in_place
+from uniprefill_fx.passes.normalize.fold_constants import fold_constants
+from uniprefill_fx.passes.normalize.functionalize import functionalize
 from uniprefill_fx.passes.rewrite.drop_tokens import rewrite
 from uniprefill_fx.passes.rewrite.extract import extract
 from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
@@ -97,12 +97,12 @@ def _compile_graph(
     inner = inner_backend(config)
     if frontends.install():
         raise TraceAgain("a library was imported since the backend was loaded")
-    write_constants(gm)
-    remove_in_place(gm)
+    fold_constants(gm)
+    functionalize(gm)
     with enable_python_dispatcher():  # otherwise composite ops are taken apart in C++, where some fix symbolic sizes
         expand_layer_ops(gm)
-        write_products(gm)
-    mark_triangles(gm, example_inputs)
+        unify_attention_form(gm)
+    mark_causal_buffers(gm, example_inputs)
     blocked = _blocked(gm, example_inputs)
     plan = make_plan(gm, config, blocked)
     trace_symbolic(plan, gm, example_inputs)
@@ -110,7 +110,7 @@ def _compile_graph(
     if config.strict and plan.prefill and plan.refusals and plan.refusals[-1].category is not Category.TOO_SHORT:
         raise StrictError(str(plan.refusals[0]))
     if plan.drops:
-        check_score_dtype(config, meta(plan.drops[0].site.q).device)
+        check_score_dtype(config, meta(plan.drops[0].attention.q).device)
         try:
             done.run = _dropping(gm, config, inner, done)
         except Exception as error:
@@ -159,9 +159,9 @@ def _blocked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Refusal | Non
 
 
 def _lower(gm: fx.GraphModule) -> fx.GraphModule:
-    """Take masks and cache views out of a graph, where its attention is understood. Each site is edited whole."""
+    """Take masks and cache views out of a graph, where its attention is understood. Each attention is edited whole."""
     try:
-        lower_attention(gm, find_sites(gm.graph))
+        lower_attention(gm, find_attention_nodes(gm.graph))
     except Exception as error:
         log.warning("the model's own attention and masks stay in the graph", exc_info=error)
         gm.recompile()
@@ -176,11 +176,11 @@ def _dropping(gm: fx.GraphModule, config: PrefillConfig, inner: Any, done: Compi
     propagate(after, done.plan.batch)
     done.after = after
     steps = [
-        (piece, piece.gm if piece.selection else Segment(piece.gm, inner, f"segment {i // 2}"))
+        (piece, piece.gm if piece.selection else CompiledPiece(piece.gm, inner, f"piece {i // 2}"))
         for i, piece in enumerate(split_at_selections(after))
     ]
-    dense = Segment(_lower(copy_module(gm)), inner, "dense")
-    return Prefill(done.plan, after, steps, dense, config.min_tokens, extract(gm, done.plan.segments), auto_blocks)
+    dense = CompiledPiece(_lower(copy_module(gm)), inner, "dense")
+    return Prefill(done.plan, after, steps, dense, config.min_tokens, extract(gm, done.plan.sequence_ids), auto_blocks)
 
 
 if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:

@@ -23,8 +23,11 @@ def decisions(plan: Plan, seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "layers": plan.num_layers,
         "prefill": plan.prefill,
-        "attention": {site.layer: str(site.mask) if site.mask else str(site.refusal) for site in plan.sites},
-        "drops": {drop.site.layer: {"p": drop.p, "keep_ratio": drop.keep_ratio} for drop in plan.drops},
+        "attention": {
+            attention.layer: str(attention.mask) if attention.mask else str(attention.refusal)
+            for attention in plan.attention_nodes
+        },
+        "drops": {drop.attention.layer: {"p": drop.p, "keep_ratio": drop.keep_ratio} for drop in plan.drops},
         "refusals": [str(refusal) for refusal in plan.refusals],
         "seconds": {name: round(s, 4) for name, s in seconds.items()},
     }
@@ -33,7 +36,7 @@ def decisions(plan: Plan, seconds: dict[str, float]) -> dict[str, Any]:
 def note(plan: Plan, after: fx.GraphModule | None, seconds: dict[str, float]) -> None:
     """Log one compilation. The graph is printed only where somebody reads it."""
     kind = "prefill" if plan.prefill else "no prefill"
-    where = [drop.site.layer for drop in plan.drops]
+    where = [drop.attention.layer for drop in plan.drops]
     times = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
     log.info("graph of %d layers, %s: drops after %s; %s", plan.num_layers, kind, where or "none", times)
     _artifact("uniprefill_plan", "json", lambda: json.dumps(decisions(plan, seconds)))

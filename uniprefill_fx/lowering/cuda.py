@@ -10,8 +10,8 @@ from torch import Tensor
 
 from uniprefill_fx.kernels.block_scores.kernel import block_scores
 from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK
+from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
-from uniprefill_fx.kernels.slot_attention.kernel import slot_attention
 from uniprefill_fx.ops import attention, scoring
 
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
@@ -29,14 +29,14 @@ def _score(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    slots: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     fp8 = score_dtype == torch.float8_e4m3fn
     covered = (fp8 or score_dtype == torch.float32) and block_size in BLOCK_SIZES and q.shape[-1] <= MAX_HEAD_DIM
     # float32 keys have three tf32 products a tile, and wide ones do not fit; such models are tests, not loads
     if not covered or q.dtype not in (torch.bfloat16, torch.float16) or bias is not None:
         return scoring.score_reference(
-            q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap, sinks, bias, slots
+            q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap, sinks, bias, positions
         )
     return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, "fp8" if fp8 else "input", sinks)
 
@@ -67,9 +67,9 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    spans: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    token_bounds: Tensor | None,
     key_mask: Tensor | None,
     scale: float | None,
     window: int | None,
@@ -77,25 +77,27 @@ def _attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    segments: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
     chunk_start: Tensor | None = None,
 ) -> Tensor:
-    terms = attention.Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
+    terms = attention.Terms(key_mask, scale, window, chunk, softcap, sinks, bias, sequence_ids, chunk_start)
     queries, keys = q.shape[2], k.shape[2]
-    by_request = spans is None and k_slots is not None and k_slots.shape[0] > 1  # such slots hold padding
+    by_request = (
+        token_bounds is None and k_positions is not None and k_positions.shape[0] > 1
+    )  # such positions hold padding
     # SDPA has the faster kernels where it needs no mask, also request by request. A single query that sees all keys
     # has too little work for ours, which gives each head to one multiprocessor.
     fast = terms.plain and not terms.masked and not by_request and queries == keys
     step = queries == 1 and (by_request or (window is None and chunk is None))
     if fast or step or not _covered(q, k, v, scale):
-        return attention.attention_reference(q, k, v, q_slots, k_slots, spans, *terms)
-    if spans is not None and spans.tolist() == [[0, keys]] * q.shape[0]:
-        spans = None
-    return slot_attention(q, k, v, q_slots, k_slots, spans, *terms)
+        return attention.attention_reference(q, k, v, q_positions, k_positions, token_bounds, *terms)
+    if token_bounds is not None and token_bounds.tolist() == [[0, keys]] * q.shape[0]:
+        token_bounds = None
+    return position_attention(q, k, v, q_positions, k_positions, token_bounds, *terms)
 
 
 def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether `slot_attention` takes these operands."""
+    """Whether `position_attention` takes these operands."""
     dtypes = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     dims = max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM and q.stride(3) == k.stride(3) == v.stride(3) == 1
     return dtypes and dims and (scale is None or scale > 0)

@@ -38,7 +38,7 @@ class Variant:
     holds: Callable[[Sequence[int]], bool]
 
 
-class Segment:
+class CompiledPiece:
     """A graph module that compiles itself when called; all token-axis lengths share a compilation.
 
     Placeholders carry fakes in `meta`; a size that is symbolic there is dynamic, every other one is fixed.

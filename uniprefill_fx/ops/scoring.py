@@ -27,13 +27,13 @@ def block_bounds(start: int, end: int, request: int, block_size: int) -> tuple[i
     return first, first + math.ceil((end - start) / block_size)
 
 
-def with_terms(scores: Tensor, softcap: float | None, bias: Tensor | None, slots: Tensor | None) -> Tensor:
-    """Soft-capping, then the bias of the key slots: scores (batch, heads, queries, keys), slots (keys,)."""
+def with_terms(scores: Tensor, softcap: float | None, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    """Soft-capping, then the bias of the key positions: scores (batch, heads, queries, keys), positions (keys,)."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        by_slot = bias.reshape(-1, scores.shape[1], 1, bias.shape[-1])
-        scores = scores + (by_slot if slots is None else by_slot[..., slots]).to(scores.dtype)
+        by_position = bias.reshape(-1, scores.shape[1], 1, bias.shape[-1])
+        scores = scores + (by_position if positions is None else by_position[..., positions]).to(scores.dtype)
     return scores
 
 
@@ -43,7 +43,7 @@ def sums_dtype(score_dtype: torch.dtype) -> torch.dtype:
 
 
 def bias_of_request(bias: Tensor, heads: int, request: int) -> Tensor:
-    """The (1, heads, 1, slots) part of a bias (..., heads, 1, slots) that belongs to one request, or to all."""
+    """The (1, heads, 1, positions) part of a bias (..., heads, 1, positions) that belongs to one request, or to all."""
     by_request = bias.reshape(-1, heads, 1, bias.shape[-1])
     return by_request[request : request + 1] if by_request.shape[0] > 1 else by_request
 
@@ -59,7 +59,7 @@ def score_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    slots: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Attention mass that the last queries of each request give to each block of its keys.
 
@@ -70,7 +70,7 @@ def score_reference(
         block_size: tokens a block.
         score_dtype: dtype of softmax and sums; float8_e4m3fn: they are float32, and an implementation may round the
             operands of q·kᵀ to e4m3. This one does not.
-        softcap, sinks, bias: as for `uniprefill::attention`; slots: (tokens,) int64, what `bias` is read by.
+        softcap, sinks, bias: as for `uniprefill::attention`; positions: (tokens,) int64, what `bias` is read by.
 
     Returns:
         (tokens // block_size + requests,) in `sums_dtype(score_dtype)`; see the module docstring for the order.
@@ -89,7 +89,9 @@ def score_reference(
         for head in range(heads):  # a head at a time: the n x N score matrix of all heads need not exist at once
             logits = (queries[head] @ keys[head // groups].T) * scale
             own = None if by_head is None else by_head[:, head : head + 1].to(score_dtype)
-            logits = with_terms(logits[None, None], softcap, own, None if slots is None else slots[start:end])[0, 0]
+            logits = with_terms(logits[None, None], softcap, own, None if positions is None else positions[start:end])[
+                0, 0
+            ]
             logits = logits.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 logits = torch.cat([logits, sinks.reshape(-1)[head].to(score_dtype).expand(n, 1)], 1)
@@ -104,7 +106,7 @@ packed_score = torch.library.custom_op("uniprefill::packed_score", score_referen
 
 
 @packed_score.register_fake
-def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap=None, sinks=None, bias=None, slots=None):  # type: ignore[no-untyped-def]
+def _(q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap=None, sinks=None, bias=None, positions=None):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[2] // block_size + cu_seqlens.shape[0] - 1, dtype=sums_dtype(score_dtype))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from uniprefill_fx.config import OptionError
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
-from uniprefill_fx.lowering.pieces import Segment
+from uniprefill_fx.lowering.pieces import CompiledPiece
 from uniprefill_fx.passes.analyze.outputs import Exposure
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, shape
@@ -23,7 +23,7 @@ from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
 from uniprefill_fx.passes.rewrite.split import Piece, is_selected
 from uniprefill_fx.runtime.last_call import LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
-from uniprefill_fx.runtime.token_bounds import spans_of, whole_spans
+from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
 
@@ -77,7 +77,8 @@ class Prefill:
     Args:
         plan: what the pieces do. after: the rewritten graph. steps: its pieces, with what runs each.
         dense: the whole graph without drops. min_tokens: shorter prompts run `dense`.
-        segments: computes the plan's `segments` from the inputs. auto_blocks: the block size follows the prompt.
+        sequence_ids: computes the plan's `sequence_ids` from the inputs. auto_blocks: the block size follows the
+        prompt.
     """
 
     def __init__(
@@ -85,21 +86,21 @@ class Prefill:
         plan: Plan,
         after: fx.GraphModule,
         steps: Sequence[tuple[Piece, Callable[..., Any]]],
-        dense: Segment,
+        dense: CompiledPiece,
         min_tokens: int,
-        segments: Callable[..., tuple[Tensor, ...]],
+        sequence_ids: Callable[..., tuple[Tensor, ...]],
         auto_blocks: bool = False,
     ) -> None:
         assert plan.count is not None
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
         self.interpreter: Callable[[fx.GraphModule, dict[str, Any]], Changed] = Changed  # of selections with changes
-        self.spans, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
+        self.token_bounds, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
         self.count_input = names.index(plan.count.name)
-        self.segments, self.auto_blocks = segments, auto_blocks
+        self.sequence_ids, self.auto_blocks = sequence_ids, auto_blocks
         self.masks = [names.index(n.name) for n in plan.unpadded]
-        self.triangles = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.triangles]
+        self.causal_buffers = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.causal_buffers]
         self.padding = None if plan.padding is None else names.index(plan.padding.name)
         self.batch = _size_input(dense.gm.graph, plan.batch)
         self.released = _released(after.graph, steps)
@@ -108,16 +109,20 @@ class Prefill:
 
     def __call__(self, *args: Any) -> Any:
         try:
-            spans = self._spans(args)
+            token_bounds = self._token_bounds(args)
         except RefusalError as error:
             out = self.dense(*args)
             columns, prompts = int(args[self.count_input]), self.batch(args)
-            record(LastCall(False, error.refusal, prompts * columns, columns=columns, spans=((0, columns),) * prompts))
+            record(
+                LastCall(
+                    False, error.refusal, prompts * columns, columns=columns, token_bounds=((0, columns),) * prompts
+                )
+            )
         else:
-            out = self._drop(spans, args)
+            out = self._drop(token_bounds, args)
         return self.marks(out)
 
-    def _spans(self, args: Sequence[Any]) -> Tensor:
+    def _token_bounds(self, args: Sequence[Any]) -> Tensor:
         """Where the tokens of each prompt lie.
 
         Raises:
@@ -133,10 +138,10 @@ class Prefill:
         for index in self.masks:
             if not bool(args[index].bool().all()):
                 raise refuse(Category.PADDING, "padding that not every attention masks", "pass prompts without padding")
-        for numbers in self.segments(*args):
+        for numbers in self.sequence_ids(*args):
             if not bool((numbers == numbers[:, :1]).all()):
                 raise refuse(Category.PACKED, "position_ids restart: packed prompts", "pass prompts one by one")
-        for index, unchanged in self.triangles:
+        for index, unchanged in self.causal_buffers:
             if not unchanged(args[index]):
                 raise refuse(
                     Category.MASK,
@@ -144,17 +149,17 @@ class Prefill:
                     "compile the model again if its mask is meant to change",
                 )
         if self.padding is None:
-            return whole_spans(self.batch(args), columns)
-        spans = spans_of(args[self.padding])
-        if self.plan.exposure is Exposure.NONE and bool((spans[:, 1] < columns).any()):
+            return whole_token_bounds(self.batch(args), columns)
+        token_bounds = token_bounds_of(args[self.padding])
+        if self.plan.exposure is Exposure.NONE and bool((token_bounds[:, 1] < columns).any()):
             raise refuse(
                 Category.PADDING,
                 "the last rows alone are asked for, and are padding",
                 "pad on the left, or ask for all logits (logits_to_keep=0)",
             )
-        return spans
+        return token_bounds
 
-    def _drop(self, spans: Tensor, args: Sequence[Any]) -> Any:
+    def _drop(self, token_bounds: Tensor, args: Sequence[Any]) -> Any:
         """Run the split graph node by node, releasing values after their last use."""
         if self.plan.exposure is Exposure.ALL and not self.warned:
             self.warned = True
@@ -163,7 +168,7 @@ class Prefill:
                 "frozen states (full_logits='frozen'); pass logits_to_keep=1, or full_logits='dense' for exact ones.",
                 stacklevel=3,
             )
-        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.spans: spans}
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.token_bounds: token_bounds}
         kept: list[tuple[Tensor, Tensor]] = []
         changed = changes(int(args[self.count_input]), self.auto_blocks)
         if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.shown) < self.plan.shown:
@@ -184,11 +189,11 @@ class Prefill:
             del operands
             values.update(zip(piece.outputs, results, strict=True))
             if piece.selection:
-                scores, rows, kept_spans = (values[node] for node in _selected(piece))
-                if spoiled is None and _spoiled(scores, kept[-1][1] if kept else spans, kept_spans):
+                scores, kept_indices, kept_bounds = (values[node] for node in _selected(piece))
+                if spoiled is None and _spoiled(scores, kept[-1][1] if kept else token_bounds, kept_bounds):
                     spoiled = self._warn_of_scores(len(kept))
-                kept.append((rows, kept_spans))
-        self._record(spans, int(args[self.count_input]), kept, changed, spoiled)
+                kept.append((kept_indices, kept_bounds))
+        self._record(token_bounds, int(args[self.count_input]), kept, changed, spoiled)
         return fx.node.map_arg(self.output, values.__getitem__)
 
     def _warn_of_scores(self, ordinal: int) -> Refusal:
@@ -197,7 +202,7 @@ class Prefill:
             Category.SCORES,
             "block scores that are not finite: NaN or infinity in its queries or keys",
             "every token stayed there; look for an overflow (float16?) or broken weights",
-            self.plan.drops[ordinal].site.layer,
+            self.plan.drops[ordinal].attention.layer,
         )
         if not self.warned_of_scores:
             self.warned_of_scores = True
@@ -206,23 +211,26 @@ class Prefill:
 
     def _record(
         self,
-        spans: Tensor,
+        token_bounds: Tensor,
         width: int,
         kept: Sequence[tuple[Tensor, Tensor]],
         changed: dict[str, Any],
         spoiled: Refusal | None,
     ) -> None:
-        layers = [drop.site.layer for drop in self.plan.drops]
-        tokens, placed = int((spans[:, 1] - spans[:, 0]).sum()), tuple((a, b) for a, b in spans.tolist())
+        layers = [drop.attention.layer for drop in self.plan.drops]
+        tokens, placed = (
+            int((token_bounds[:, 1] - token_bounds[:, 0]).sum()),
+            tuple((a, b) for a, b in token_bounds.tolist()),
+        )
         positions: dict[int, Tensor] = {}
         bounds: dict[int, tuple[int, ...]] = {}
         columns: list[Tensor] | None = None  # by request, the positions of the stream's rows
-        for layer, (rows, kept_spans) in zip(layers, kept, strict=True):
-            own = [rows[r, start:end] for r, (start, end) in enumerate(kept_spans.tolist())]
+        for layer, (indices, kept_bounds) in zip(layers, kept, strict=True):
+            own = [indices[r, start:end] for r, (start, end) in enumerate(kept_bounds.tolist())]
             if columns is not None:
-                firsts = spans[:, 0].tolist()
+                firsts = token_bounds[:, 0].tolist()
                 own = [c[o - first] for c, o, first in zip(columns, own, firsts, strict=True)]
-            columns, spans = own, kept_spans
+            columns, token_bounds = own, kept_bounds
             positions[layer] = torch.cat(own)
             bounds[layer] = (0, *itertools.accumulate(len(o) for o in own))
         rows_of = []
@@ -234,7 +242,7 @@ class Prefill:
 
 
 def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """The scores of a piece, and the rows and the spans that it selects."""
+    """The scores of a piece, and the rows and the token_bounds that it selects."""
     (scores,) = (n for n in piece.outputs if is_op(n, "score"))
     parts = {n.args[1]: n for n in piece.outputs if is_selected(n)}
     return scores, parts[0], parts[1]
@@ -243,7 +251,7 @@ def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:
 def _spoiled(scores: Tensor, before: Tensor, after: Tensor) -> bool:
     """Whether a request kept all of its rows because its scores are not finite.
 
-    before, after: (batch, 2) spans on the CPU. The device is waited for only where a request lost nothing.
+    before, after: (batch, 2) token_bounds on the CPU. The device is waited for only where a request lost nothing.
     """
     whole = (before[:, 1] - before[:, 0]) == (after[:, 1] - after[:, 0])
     return bool(whole.any()) and not bool(torch.isfinite(scores).all())

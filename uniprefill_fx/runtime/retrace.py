@@ -34,10 +34,10 @@ def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]
     Raises:
         TraceAgain: inputs were marked.
     """
-    fresh = [s for s in plan.sites if not s.stored]
+    fresh = [s for s in plan.attention_nodes if not s.stored]
     if not plan.prefill or not fresh:
         return
-    shapes = [shape for site in fresh if len(shape := meta(site.q).shape) == 4]
+    shapes = [shape for attention in fresh if len(shape := meta(attention.q).shape) == 4]
     if not shapes:
         return  # attention that was refused, over operands of another kind
     batch, _, length, _ = map(expression, shapes[0])

@@ -8,12 +8,12 @@ from torch import Tensor
 from uniprefill_fx.errors import Category, refuse
 
 
-def whole_spans(batch: int, columns: int) -> Tensor:
-    """The spans of prompts without padding."""
+def whole_token_bounds(batch: int, columns: int) -> Tensor:
+    """The token_bounds of prompts without padding."""
     return torch.tensor([[0, columns]] * batch)
 
 
-def spans_of(mask: Tensor) -> Tensor:
+def token_bounds_of(mask: Tensor) -> Tensor:
     """First column and past the last one of each prompt. One host synchronisation on an accelerator.
 
     Args:

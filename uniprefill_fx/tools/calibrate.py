@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class Calibration:
     Attributes:
         options: `drop_layers`, `p`, and the options that were given; fit for JSON.
         kl: mean over prompts. worst_kl: of the prompt that differs most. max_kl: the budget.
-        work: kept fraction, averaged over layers and prompts. kept: by drop layer, averaged over prompts.
+        compute_fraction: kept fraction, averaged over layers and prompts. kept: by drop layer, averaged over prompts.
         runs: prefills that it took.
     """
 
@@ -52,9 +53,15 @@ class Calibration:
     kl: float
     worst_kl: float
     max_kl: float
-    work: float
+    compute_fraction: float
     kept: dict[int, float] = field(default_factory=dict)
     runs: int = 0
+
+    @property
+    def work(self) -> float:
+        """Deprecated: `compute_fraction`."""
+        warnings.warn("Calibration.work is called compute_fraction now", DeprecationWarning, stacklevel=2)
+        return self.compute_fraction
 
     def save(self, path: str | Path) -> None:
         """Write the options as JSON; `uniprefill_fx.compile(model, **json.load(file))` reads them."""
@@ -65,7 +72,8 @@ class Calibration:
         for layer, p in zip(self.options["drop_layers"], self.options["p"], strict=True):
             lines.append(f"{layer:>5}  {p:>6g}  {self.kept[layer]:.2f}")
         lines.append(
-            f"KL {self.kl:.2g} (budget {self.max_kl:g}, worst prompt {self.worst_kl:.2g}), work {self.work:.2f}"
+            f"KL {self.kl:.2g} (budget {self.max_kl:g}, worst prompt {self.worst_kl:.2g}), "
+            f"compute {self.compute_fraction:.2f} of dense"
         )
         return "\n".join(lines)
 
@@ -74,7 +82,7 @@ class Calibration:
 class _Measured:
     kl: float
     worst: float
-    work: float
+    compute_fraction: float
     kept: dict[int, float]
 
 
@@ -87,7 +95,8 @@ def calibrate(
     positions: int = POSITIONS,
     **options: Any,
 ) -> Calibration:
-    """Choose drop layers and a p for each, so that the work is small and the answers stay near the dense ones.
+    """Choose drop layers and a p for each, so that little is computed and the answers stay near the dense
+    ones.
 
     Layers are taken from the last to the first, because dropping late costs least, and each gets the smallest p that
     keeps KL within its share of the budget. What is left of the budget then goes to the earliest layers, which save
@@ -181,7 +190,7 @@ def _result(
     options = {name: value for name, value in given.items() if name not in ("drop_layers", "inner_backend")}
     options |= {"drop_layers": list(drops), "p": list(drops.values())}
     kept = {layer: found.kept[layer] for layer in drops}
-    return Calibration(options, found.kl, found.worst, max_kl, found.work, kept, runs)
+    return Calibration(options, found.kl, found.worst, max_kl, found.compute_fraction, kept, runs)
 
 
 class _Trial:
@@ -201,19 +210,21 @@ class _Trial:
         with disabled():
             for ids in prompts:
                 self.dense.append(self._logprobs(ids)[0])
-        sites = [drop.site.layer for plan in plans for drop in plan.drops]
-        if not sites:
+        attention_nodes = [drop.attention.layer for plan in plans for drop in plan.drops]
+        if not attention_nodes:
             reasons = [str(refusal) for plan in plans for refusal in plan.refusals]
             raise RuntimeError("nothing can be dropped in this model: " + ("; ".join(reasons) or "no graph was traced"))
         num_layers = max(plan.num_layers for plan in plans)
-        self.layers = sorted({layer for layer in sites if layer is not None and layer < num_layers - 1})
+        self.layers = sorted({layer for layer in attention_nodes if layer is not None and layer < num_layers - 1})
         if not self.layers:
             raise RuntimeError(f"a drop after layer {num_layers - 1} saves nothing: it is the last one")
-        self.last = [layer for layer in sorted({s for s in sites if s is not None}) if layer not in self.layers]
+        self.last = [
+            layer for layer in sorted({s for s in attention_nodes if s is not None}) if layer not in self.layers
+        ]
 
     def measure(self, ps: Sequence[float]) -> _Measured:
         """All prompts with one p for each candidate layer."""
-        kls, works = [], []
+        kls, fractions = [], []
         kept = dict.fromkeys(self.layers, 0.0)
         with override(p=[*ps, *([1.0] * len(self.last))]):
             for ids, dense in zip(self.prompts, self.dense, strict=True):
@@ -221,10 +232,10 @@ class _Trial:
                 if not call.dropped or call.tokens != ids.shape[1]:
                     raise RuntimeError(f"a prompt of {ids.shape[1]} tokens ran dense: {call.reason}")
                 kls.append(float((dense.exp() * (dense - logprobs)).sum(-1).mean()))
-                works.append(call.work)
+                fractions.append(call.compute_fraction)
                 for layer in self.layers:
-                    kept[layer] += len(call.kept[layer]) / ids.shape[1] / len(self.prompts)
-        return _Measured(sum(kls) / len(kls), max(kls), sum(works) / len(works), kept)
+                    kept[layer] += len(call.kept_indices[layer]) / ids.shape[1] / len(self.prompts)
+        return _Measured(sum(kls) / len(kls), max(kls), sum(fractions) / len(fractions), kept)
 
     @torch.inference_mode()
     def _logprobs(self, ids: Tensor) -> tuple[Tensor, LastCall]:

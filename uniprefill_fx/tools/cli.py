@@ -130,9 +130,9 @@ def _ran(call: uniprefill_fx.LastCall | None) -> dict[str, Any]:
         "dropped": call.dropped,
         "reason": str(call.reason) if call.reason is not None else None,
         "tokens": call.tokens,
-        "rows": list(call.rows),
-        "kept": {layer: len(rows) for layer, rows in call.kept.items()},
-        "work": call.work,
+        "num_tokens": list(call.num_tokens),
+        "kept": {layer: len(kept) for layer, kept in call.kept_indices.items()},
+        "compute_fraction": call.compute_fraction,
     }
 
 
@@ -174,10 +174,10 @@ def bench(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -
             say(f"{ids.shape[1]:,} tokens: compiling with {args.inner_backend!r} where it is new")
             times = _in_turn(lambda ids=ids: seconds(ids), args.repeats)  # type: ignore[misc]
             rows.append(times | {"tokens": ids.shape[1]})
-    head = f"{'tokens':>8} {'dense ms':>10} {'dropped ms':>11} {'ratio':>6} {'work':>5}"
+    head = f"{'tokens':>8} {'dense ms':>10} {'dropped ms':>11} {'ratio':>6} {'compute':>7}"
     lines = [
         f"{row['tokens']:>8} {row['dense_ms']:>10.1f} {row['dropped_ms']:>11.1f} {row['ratio']:>6.2f} "
-        + f"{row['work']:>5.2f}"
+        + f"{row['compute_fraction']:>7.2f}"
         + ("" if row["dropped"] else f"  ran dense: {row['reason']}")
         for row in rows
     ]

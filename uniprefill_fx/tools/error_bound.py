@@ -115,11 +115,11 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
     for i, (drop, found) in enumerate(zip(plan.drops, watch.found, strict=True)):
         p = arguments(done.changed, i, len(plan.drops)).get("p", drop.p)
         allowed = None if p is None else 1.0 - p
-        drops.append(replace(found, layer=drop.site.layer, allowed=allowed))
+        drops.append(replace(found, layer=drop.attention.layer, allowed=allowed))
     drift: dict[int, float] = {}
     alive: Tensor | None = None
-    understood = [site.layer for site in plan.sites if site.mask is not None]
-    if len(dense) == len(watch.written) == len(understood):  # one attention op for each site, in the same order
+    understood = [attention.layer for attention in plan.attention_nodes if attention.mask is not None]
+    if len(dense) == len(watch.written) == len(understood):  # one attention op for each attention, in the same order
         for layer, full, few in zip(understood, dense, watch.written, strict=True):
             drift[layer] = max(_relative(a, b, alive) for a, b in zip(full, few, strict=True))
             alive = done.kept.get(layer, alive)
@@ -208,9 +208,9 @@ def _weights(scored: dict[str, Any], q: Tensor, k: Tensor, dropped: Tensor | Non
     n, length = q.shape[1], k.shape[1]
     keys = k.double().repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     logits = torch.matmul(q.double(), keys.transpose(1, 2)) * float(scored["scale"])
-    slots, bias = scored.get("slots"), scored.get("bias")
+    positions, bias = scored.get("positions"), scored.get("bias")
     own = None if bias is None else bias_of_request(bias, q.shape[0], 0)
-    logits = with_terms(logits[None], scored.get("softcap"), own, None if slots is None else slots[0])[0]
+    logits = with_terms(logits[None], scored.get("softcap"), own, None if positions is None else positions[0])[0]
     hidden = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
     logits = logits.masked_fill(hidden if dropped is None else hidden | dropped, -torch.inf)
     sinks = scored.get("sinks")

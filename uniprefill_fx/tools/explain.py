@@ -14,7 +14,7 @@ from uniprefill_fx.api import options_for
 from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal
-from uniprefill_fx.lowering.pieces import Segment
+from uniprefill_fx.lowering.pieces import CompiledPiece
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.runtime.last_call import LastCall, watched
 from uniprefill_fx.runtime.overrides import arguments
@@ -65,8 +65,8 @@ class Report:
         for compilation in self.compilations:
             plan = compilation.plan
             reasons = [r for r in plan.refusals if r.category is Category.GRAPH_BREAK and r.layer is None]
-            if not plan.drops and plan.sites and reasons:
-                layers = sorted({site.layer for site in plan.sites})
+            if not plan.drops and plan.attention_nodes and reasons:
+                layers = sorted({attention.layer for attention in plan.attention_nodes})
                 named = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
                 found.append(f"{named} cannot drop, as {reasons[-1].seen}")
         return tuple(found)
@@ -89,8 +89,8 @@ class Report:
             values = {"p": drop.p, "keep_ratio": drop.keep_ratio}
             if self.call is not None:
                 values |= arguments(self.call.changed, i, len(self.plan.drops))
-            assert drop.site.layer is not None
-            out[drop.site.layer] = next(f"{n}={values[n]:g}" for n in ("p", "keep_ratio") if values[n] is not None)
+            assert drop.attention.layer is not None
+            out[drop.attention.layer] = next(f"{n}={values[n]:g}" for n in ("p", "keep_ratio") if values[n] is not None)
         return out
 
     def to_html(self, path: str | Path, tokenizer: Any = None) -> None:
@@ -115,12 +115,12 @@ class Report:
             return ("nothing was dropped: no graph was a prefill",)
         if not call.dropped:
             return (f"this prompt ran dense: {call.reason or 'no reason was recorded'}",)
-        left = len(list(call.kept.values())[-1])
+        left = len(list(call.kept_indices.values())[-1])
         done = f"this prompt: {call.tokens} tokens, {left} of them left after the last drop; "
-        done += f"work {call.work:.2f} of dense, averaged over layers"
+        done += f"compute {call.compute_fraction:.2f} of dense, averaged over layers"
         if call.reason is not None:
             return (done, str(call.reason))
-        return (done, self._hint()) if call.work >= LITTLE else (done,)
+        return (done, self._hint()) if call.compute_fraction >= LITTLE else (done,)
 
     def _hint(self) -> str:
         """How to drop more. Nothing is said of the quality that this costs: a report does not measure it."""
@@ -136,17 +136,19 @@ class Report:
     def __str__(self) -> str:
         plan, call = self.plan, self.call
         amounts = self.amounts
-        sites = {site.layer: site for site in plan.sites}
+        attention_nodes = {attention.layer: attention for attention in plan.attention_nodes}
         tokens = call.tokens if call is not None else None
         lines = [*self.headline, *([self._choice()] if amounts else [])]
         lines.append(f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}")
         for layer in range(plan.num_layers):
-            site = sites.get(layer)
-            kind = "no attention" if site is None else str(site.mask) if site.mask else "not understood"
-            rows = str(call.rows[layer]) if call is not None and call.rows else str(tokens or "")
+            attention = attention_nodes.get(layer)
+            kind = "no attention" if attention is None else str(attention.mask) if attention.mask else "not understood"
+            rows = str(call.num_tokens[layer]) if call is not None and call.num_tokens else str(tokens or "")
             decision = ""
             if layer in amounts:
-                kept = f", kept {len(call.kept[layer])}" if call is not None and layer in call.kept else ""
+                kept = (
+                    f", kept {len(call.kept_indices[layer])}" if call is not None and layer in call.kept_indices else ""
+                )
                 decision = ("" if kept else "planned: ") + amounts[layer] + kept
             lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
         lines += [f"graph break: {cost}" for cost in self.breaks]
@@ -161,7 +163,7 @@ class Report:
             "auto": "drop_layers='auto': about every fourth layer, neither the first ones nor the last",
             "all": "drop_layers='all': every layer with full attention",
         }
-        layers = [drop.site.layer for drop in self.plan.drops]
+        layers = [drop.attention.layer for drop in self.plan.drops]
         drops = "drops" if self.call is not None and self.call.dropped else "planned drops"
         return f"{drops} after layers {layers} ({why.get(str(self.config.drop_layers), 'as given, or by a preset')})"
 
@@ -169,7 +171,7 @@ class Report:
         """What was compiled: graphs of the prompt and of tokens after it, and the pieces of the former."""
         prompts = [c for c in self.compilations if c.plan.prefill]
         runs = [run for c in prompts if isinstance(c.run, Prefill) for _, run in c.run.steps]
-        pieces = sum(len(run.variants) for run in runs if isinstance(run, Segment))
+        pieces = sum(len(run.variants) for run in runs if isinstance(run, CompiledPiece))
         inner = self.config.inner_backend if isinstance(self.config.inner_backend, str) else "the inner backend"
         text = f"compiled: {len(prompts)} of the prompt"
         text += f" in {pieces} pieces by {inner}" if pieces else ""

@@ -98,7 +98,7 @@ def _figures(report: Report, savings: Savings | None) -> list[tuple[str, str]]:
         return []
     dense = sum(savings.dense_flops.values())
     return [
-        ("of the tokens computed, averaged over layers", _percent(call.work)),
+        ("of the tokens computed, averaged over layers", _percent(call.compute_fraction)),
         (f"of {dense / 1e9:,.2f} GFLOP saved (estimate)", _percent(savings.flops_saved)),
         (f"of {savings.dense_kv_bytes / 2**20:,.1f} MiB of keys and values saved", _percent(savings.kv_saved)),
     ]
@@ -107,23 +107,31 @@ def _figures(report: Report, savings: Savings | None) -> list[tuple[str, str]]:
 def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
     plan, call = report.plan, report.call
     amounts = report.amounts
-    sites = {site.layer: site for site in plan.sites}
+    attention_nodes = {attention.layer: attention for attention in plan.attention_nodes}
     refused = {refusal.layer: str(refusal) for refusal in plan.refusals if refusal.layer is not None}
     out = []
     for layer in range(plan.num_layers):
-        site, rows = sites.get(layer), _rows(report, layer)
+        attention, rows = attention_nodes.get(layer), _rows(report, layer)
         decision = None
         if layer in amounts:
-            kept = f": {len(call.kept[layer]):,} kept" if call is not None and layer in call.kept else ""
+            kept = (
+                f": {len(call.kept_indices[layer]):,} kept" if call is not None and layer in call.kept_indices else ""
+            )
             decision = ("" if kept else "planned: ") + amounts[layer] + kept
         out.append(
             {
                 "index": layer,
-                "attention": "no attention" if site is None else str(site.mask) if site.mask else "not understood",
+                "attention": "no attention"
+                if attention is None
+                else str(attention.mask)
+                if attention.mask
+                else "not understood",
                 "rows": rows,
                 "share": rows / call.tokens if call is not None and call.tokens and rows is not None else None,
                 "drop": decision,
-                "dropped": call is not None and layer in call.kept and len(call.kept[layer]) < call.rows[layer],
+                "dropped": call is not None
+                and layer in call.kept_indices
+                and len(call.kept_indices[layer]) < call.num_tokens[layer],
                 "refused": refused.get(layer),
                 "scoring": savings is not None and savings.flops.get(layer, 0.0) > savings.dense_flops.get(layer, 0.0),
                 "gflop": savings.flops.get(layer, 0.0) / 1e9 if savings is not None else None,
@@ -137,7 +145,7 @@ def _rows(report: Report, layer: int) -> int | None:
     call = report.call
     if call is None or call.tokens is None:
         return None
-    return call.rows[layer] if call.rows else call.tokens
+    return call.num_tokens[layer] if call.num_tokens else call.tokens
 
 
 def _requests(report: Report) -> list[dict[int, Tensor]]:
@@ -146,8 +154,11 @@ def _requests(report: Report) -> list[dict[int, Tensor]]:
     if call is None or call.tokens is None:
         return []
     return [
-        {layer: rows[call.cu_seqlens[layer][r] : call.cu_seqlens[layer][r + 1]] for layer, rows in call.kept.items()}
-        for r in range(len(call.spans))
+        {
+            layer: rows[call.cu_seqlens[layer][r] : call.cu_seqlens[layer][r + 1]]
+            for layer, rows in call.kept_indices.items()
+        }
+        for r in range(len(call.token_bounds))
     ]
 
 
@@ -159,7 +170,11 @@ def _map(report: Report, request: int, kept: dict[int, Tensor], tokenizer: Any) 
     block_size = _chosen(report)["block_size"]
     width = column_width(tokens, auto_block_size(tokens) if block_size == "auto" else block_size)
     texts = None
-    if tokenizer is not None and report.input_ids is not None and report.input_ids.numel() == tokens * len(call.spans):
+    if (
+        tokenizer is not None
+        and report.input_ids is not None
+        and report.input_ids.numel() == tokens * len(call.token_bounds)
+    ):
         ids = report.input_ids.reshape(-1, tokens)[request].tolist()
         texts = [str(tokenizer.decode(ids[i : i + width]))[:TEXT] for i in range(0, len(ids), width)]
     rows = kept_map(report.plan.num_layers, tokens, kept, width)
@@ -207,7 +222,7 @@ def figure(report: Report) -> Any:
     left, right = drawn.subplots(1, 2, width_ratios=(4, 1), sharey=True)
     edges = (0, shown["tokens"], layers - 0.5, -0.5)
     left.imshow(shown["rows"], aspect="auto", interpolation="nearest", extent=edges, cmap="Blues", vmin=0, vmax=1)
-    for layer in call.kept:
+    for layer in call.kept_indices:
         for axes in (left, right):
             axes.axhline(layer + 0.5, color="#c0392b", linewidth=1)
     left.set_xlabel("token")
@@ -216,7 +231,7 @@ def figure(report: Report) -> Any:
     right.barh(range(layers), [_rows(report, layer) or 0 for layer in range(layers)], color="#1f6fb4")
     right.set_xlabel("rows")
     options = ", ".join(f"{name}={value}" for name, value in _chosen(report).items() if name in ("p", "keep_ratio"))
-    ran = f"work {call.work:.2f}" if call.dropped else "dense"
-    red = "; red: tokens are dropped" if call.kept else ""
+    ran = f"compute {call.compute_fraction:.2f} of dense" if call.dropped else "dense"
+    red = "; red: tokens are dropped" if call.kept_indices else ""
     drawn.suptitle(f"{call.tokens:,} tokens, {options}, {ran}{red}", fontsize=10)
     return drawn

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from uniprefill_fx.config import PrefillConfig
-from uniprefill_fx.passes.analyze.attention_nodes import Site
+from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.node_utils import decoder_layer, is_op, meta, name_of, shape
 from uniprefill_fx.runtime.last_call import LastCall
@@ -57,17 +57,17 @@ class Savings:
 
 def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCall) -> Savings | None:
     """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens."""
-    if call.columns is None or plan.tokens is None or not plan.sites:
+    if call.columns is None or plan.tokens is None or not plan.attention_nodes:
         return None
-    total, prompts = call.columns, len(call.spans)
-    drops = [drop.site.layer for drop in plan.drops] if call.kept else []
+    total, prompts = call.columns, len(call.token_bounds)
+    drops = [drop.attention.layer for drop in plan.drops] if call.kept_indices else []
     rows = [total, *(max(b - a for a, b in itertools.pairwise(call.cu_seqlens[layer])) for layer in drops)]
     flops: dict[int, float] = {}
     dense: dict[int, float] = {}
     uncounted: list[str] = []
     # By name: the graph is a copy of the one that was planned.
-    interior = {node.name for site in plan.sites for node in site.interior}
-    stages = {node.name: stage for node, stage in plan.stage.items()} if drops else {}
+    interior = {node.name for attention in plan.attention_nodes for node in attention.interior}
+    levels = {node.name: level for node, level in plan.level.items()} if drops else {}
     for node in gm.graph.nodes:
         counted = None if node.name in interior else _product(node, plan.tokens, {plan.batch: sympy.Integer(prompts)})
         if counted is None:
@@ -79,21 +79,28 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
         layer = decoder_layer(node)
         at = -1 if layer is None else layer
         dense[at] = dense.get(at, 0.0) + each * total + fixed
-        flops[at] = flops.get(at, 0.0) + each * rows[stages.get(node.name, 0)] + fixed
-    everything = [torch.arange(past - first) for first, past in call.spans]
+        flops[at] = flops.get(at, 0.0) + each * rows[levels.get(node.name, 0)] + fixed
+    everything = [torch.arange(past - first) for first, past in call.token_bounds]
     alive = everything
-    for site in plan.sites:
-        if site.mask is not None:
-            dense[site.layer] = dense.get(site.layer, 0.0) + _attention(site, everything)
-            flops[site.layer] = flops.get(site.layer, 0.0) + _attention(site, alive)
-        if site.layer in drops:
+    for attention in plan.attention_nodes:
+        if attention.mask is not None:
+            dense[attention.layer] = dense.get(attention.layer, 0.0) + _attention(attention, everything)
+            flops[attention.layer] = flops.get(attention.layer, 0.0) + _attention(attention, alive)
+        if attention.layer in drops:
             last_n = call.changed.get("last_n", config.last_n)
-            heads, dim = int(meta(site.q).shape[1]), int(meta(site.q).shape[3])
-            flops[site.layer] += 2.0 * heads * dim * sum(min(last_n, len(own)) * len(own) for own in alive)
-            bounds, kept = itertools.pairwise(call.cu_seqlens[site.layer]), call.kept[site.layer].cpu()
-            alive = [kept[a:b] - first for (a, b), (first, _) in zip(bounds, call.spans, strict=True)]
-    stores = _stores(gm.graph) or [(site.k.name, _row_bytes(site.k, site.v), None) for site in plan.sites if site.mask]
-    kv = sum(prompts * each * _capped(rows[stages.get(name, 0)], most) for name, each, most in stores)
+            heads, dim = int(meta(attention.q).shape[1]), int(meta(attention.q).shape[3])
+            flops[attention.layer] += 2.0 * heads * dim * sum(min(last_n, len(own)) * len(own) for own in alive)
+            bounds, kept = (
+                itertools.pairwise(call.cu_seqlens[attention.layer]),
+                call.kept_indices[attention.layer].cpu(),
+            )
+            alive = [kept[a:b] - first for (a, b), (first, _) in zip(bounds, call.token_bounds, strict=True)]
+    stores = _stores(gm.graph) or [
+        (attention.k.name, _row_bytes(attention.k, attention.v), None)
+        for attention in plan.attention_nodes
+        if attention.mask
+    ]
+    kv = sum(prompts * each * _capped(rows[levels.get(name, 0)], most) for name, each, most in stores)
     dense_kv = sum(prompts * each * _capped(total, most) for _, each, most in stores)
     return Savings(flops, dense, kv, dense_kv, tuple(uncounted))
 
@@ -118,22 +125,22 @@ def _product(
     return (float(each), 0.0) if each.is_number else (None, 0.0)
 
 
-def _attention(site: Site, positions: Sequence[Tensor]) -> float:
+def _attention(attention: AttentionNode, positions: Sequence[Tensor]) -> float:
     """FLOPs of one attention over the rows at these original positions of each prompt."""
-    assert site.mask is not None
-    heads = int(meta(site.q).shape[1])
-    dims = int(meta(site.q).shape[3]) + int(meta(site.v).shape[3])
-    return 2.0 * heads * dims * sum(_pairs(site, own) for own in positions)
+    assert attention.mask is not None
+    heads = int(meta(attention.q).shape[1])
+    dims = int(meta(attention.q).shape[3]) + int(meta(attention.v).shape[3])
+    return 2.0 * heads * dims * sum(_pairs(attention, own) for own in positions)
 
 
-def _pairs(site: Site, positions: Tensor) -> int:
-    """(query, key) pairs that the mask of a site lets through; positions ascend."""
-    assert site.mask is not None
+def _pairs(attention: AttentionNode, positions: Tensor) -> int:
+    """(query, key) pairs that the mask of an attention op lets through; positions ascend."""
+    assert attention.mask is not None
     first = torch.zeros_like(positions)  # the first position that a query sees
-    if site.mask.window is not None:
-        first = (positions - site.mask.window + 1).clamp(min=0)
-    elif site.mask.chunk is not None:
-        first = positions // site.mask.chunk * site.mask.chunk
+    if attention.mask.window is not None:
+        first = (positions - attention.mask.window + 1).clamp(min=0)
+    elif attention.mask.chunk is not None:
+        first = positions // attention.mask.chunk * attention.mask.chunk
     seen = torch.arange(1, len(positions) + 1) - torch.searchsorted(positions, first)
     return int(seen.sum())
 
@@ -142,7 +149,7 @@ def _stores(graph: fx.Graph) -> list[tuple[str, int, int | None]]:
     """Of each cache layer that the graph fills: a node of it, the bytes of a row, and the most rows that it keeps of a
     prompt (sliding layers; None: all)."""
     found = []
-    for node in (n for n in graph.nodes if is_op(n, "bind_slots")):
+    for node in (n for n in graph.nodes if is_op(n, "bind_positions")):
         _, keys, values = node.args
         lasts = [size[1] for user in node.users if name_of(user) == "getitem" and (size := shape(user)) is not None]
         found.append((node.name, _row_bytes(keys, values), next((int(n) for n in lasts if n.is_number), None)))

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
-from uniprefill_fx.passes.analyze.explicit_attention import read_spelled
-from uniprefill_fx.passes.analyze.latent_kv import Expansion, expansion
+from uniprefill_fx.passes.analyze.explicit_attention import read_explicit_attention
+from uniprefill_fx.passes.analyze.latent_kv import LatentKV, expansion
 from uniprefill_fx.passes.analyze.masks.kinds import MaskKind, classify
 from uniprefill_fx.passes.node_utils import decoder_layer, expression, is_op, meta, module_path, name_of, shape
 from uniprefill_fx.timing import timed
@@ -24,18 +24,19 @@ class Stored:
 
     Attributes:
         expansion: what computes them; its roots are views (`uniprefill::logical_view`) of the layer's rows.
-        slots: which tokens those rows are. seen: how many tokens there were, a node or a number.
-        departed: the layers behind which tokens were dropped, where several layers may read this one (`ops.cache`).
+        positions: which tokens those rows are. seen: how many tokens there were, a node or a number.
+        dropped_after: the layers behind which tokens were dropped, where several layers may read this one
+        (`ops.cache`).
     """
 
-    expansion: Expansion
-    slots: fx.Node
+    expansion: LatentKV
+    positions: fx.Node
     seen: Any
-    departed: fx.Node | None = None
+    dropped_after: fx.Node | None = None
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionNode:
     """One attention op, or the reason why it was not understood.
 
     Attributes:
@@ -46,7 +47,7 @@ class Site:
         stored: the cache layer that k and v are computed from; None when they are all new.
         softcap, sinks, bias: further terms of the logits, see `ops.attention`.
         interior: nodes between q, k, v and the output that go away with the op; the op itself among them.
-        layer: decoder layer, from the module path; without one, the ordinal among the sites.
+        layer: decoder layer, from the module path; without one, the ordinal among the attention_nodes.
         path: module path, "" if unknown.
     """
 
@@ -66,24 +67,24 @@ class Site:
     interior: frozenset[fx.Node] = frozenset()
 
     @property
-    def fresh(self) -> bool:
+    def is_prefill(self) -> bool:
         """A whole new prompt: the keys are those of the queries, and nothing was stored before."""
         if self.stored is not None or self.mask is None or self.mask.offset != 0:
             return False
         return expression(meta(self.q).shape[2]) == expression(meta(self.k).shape[2])
 
 
-@timed("find sites")
-def find_sites(graph: fx.Graph) -> list[Site]:
-    """All attention ops, in graph order. Never raises: what is not understood becomes a refused site."""
-    found = [site for node in graph.nodes if (site := _read(node)) is not None]
-    layers = [site.layer for site in found]
-    if None in layers or len(set(layers)) != len(layers):  # no module path: count the sites
-        found = [replace(site, layer=i) for i, site in enumerate(found)]
+@timed("find attention_nodes")
+def find_attention_nodes(graph: fx.Graph) -> list[AttentionNode]:
+    """All attention ops, in graph order. Never raises: what is not understood becomes a refused attention."""
+    found = [attention for node in graph.nodes if (attention := _read(node)) is not None]
+    layers = [attention.layer for attention in found]
+    if None in layers or len(set(layers)) != len(layers):  # no module path: count the attention_nodes
+        found = [replace(attention, layer=i) for i, attention in enumerate(found)]
     return found
 
 
-def _read(node: fx.Node) -> Site | None:
+def _read(node: fx.Node) -> AttentionNode | None:
     layer: Any = decoder_layer(node)
     try:
         if node.target is F.scaled_dot_product_attention:
@@ -92,20 +93,22 @@ def _read(node: fx.Node) -> Site | None:
             return _spelled(node, layer)
     except RefusalError as error:
         refusal = replace(error.refusal, layer=layer)
-        return Site(node, node, node, node, None, None, None, layer, module_path(node), refusal)
+        return AttentionNode(node, node, node, node, None, None, None, layer, module_path(node), refusal)
     return None
 
 
-def _fused(node: fx.Node, layer: int) -> Site:
+def _fused(node: fx.Node, layer: int) -> AttentionNode:
     bound = _bind(node)
     mask = _mask(bound)
     q, k, v = (_unrepeat(bound[name]) for name in ("query", "key", "value"))
     stored = _stored(mask, q, k, v)
-    return Site(node, q, k, v, bound["scale"], mask, stored, layer, module_path(node), interior=frozenset({node}))
+    return AttentionNode(
+        node, q, k, v, bound["scale"], mask, stored, layer, module_path(node), interior=frozenset({node})
+    )
 
 
-def _spelled(node: fx.Node, layer: int) -> Site | None:
-    found = read_spelled(node)
+def _spelled(node: fx.Node, layer: int) -> AttentionNode | None:
+    found = read_explicit_attention(node)
     if found is None:
         return None
     q, k, v = found.q, _unrepeat(found.k), _unrepeat(found.v)
@@ -129,7 +132,7 @@ def _spelled(node: fx.Node, layer: int) -> Site | None:
     biases = [b for b in (kind.alibi, bias) if b is not None]
     if len(biases) > 1 or (biases and found.scaled_masks):
         raise refuse(Category.ATTENTION, "two biases on the attention logits, or a scaled one", "it stays dense")
-    return Site(
+    return AttentionNode(
         found.out,
         q,
         k,
@@ -206,7 +209,7 @@ def _stored(mask: MaskKind, q: fx.Node, k: fx.Node, v: fx.Node) -> Stored | None
         RefusalError: they are computed from one in a way that is not known to work on fewer rows.
     """
     if _is_view(k) and _is_view(v):
-        found = Expansion(tuple(dict.fromkeys((k, v))), ())
+        found = LatentKV(tuple(dict.fromkeys((k, v))), ())
     else:
         tokens = expression(meta(k).shape[2])
         before = list((tokens - expression(meta(q).shape[2])).free_symbols)
@@ -216,10 +219,10 @@ def _stored(mask: MaskKind, q: fx.Node, k: fx.Node, v: fx.Node) -> Stored | None
     layers = {(root.args[1], root.args[2], *root.args[4:5]) for root in found.roots}
     if len(layers) > 1:
         raise refuse(Category.CACHE, "keys computed from several layers of a cache", "such a layer stays dense")
-    for slots, seen, *rest in layers:
-        assert isinstance(slots, fx.Node)
-        departed = rest[0] if rest and isinstance(rest[0], fx.Node) else None
-        return Stored(found, slots, seen, departed)
+    for positions, seen, *rest in layers:
+        assert isinstance(positions, fx.Node)
+        dropped_after = rest[0] if rest and isinstance(rest[0], fx.Node) else None
+        return Stored(found, positions, seen, dropped_after)
     return None
 
 
@@ -227,24 +230,24 @@ def _is_view(node: fx.Node) -> bool:
     return is_op(node, "logical_view")
 
 
-def interiors(sites: Iterable[Site]) -> frozenset[fx.Node]:
+def interiors(attention_nodes: Iterable[AttentionNode]) -> frozenset[fx.Node]:
     """The nodes that go away with the attention ops that are understood."""
-    return frozenset().union(*(site.interior for site in sites if site.mask is not None))
+    return frozenset().union(*(attention.interior for attention in attention_nodes if attention.mask is not None))
 
 
-def token_count(sites: list[Site]) -> sympy.Symbol:
+def token_count(attention_nodes: list[AttentionNode]) -> sympy.Symbol:
     """The symbol that counts the tokens of a whole new prompt.
 
     Raises:
         RefusalError: there is no attention over a new prompt, or its length was specialised to a number.
     """
-    understood = [s for s in sites if s.mask is not None]
-    if not sites:
+    understood = [s for s in attention_nodes if s.mask is not None]
+    if not attention_nodes:
         raise refuse(Category.NO_ATTENTION, "no attention in the graph", "nothing to score tokens with")
     if not understood:
-        assert sites[0].refusal is not None
-        raise RefusalError(sites[0].refusal)
-    fresh = [s for s in understood if s.fresh]
+        assert attention_nodes[0].refusal is not None
+        raise RefusalError(attention_nodes[0].refusal)
+    fresh = [s for s in understood if s.is_prefill]
     if not fresh:
         hint = "tokens are dropped from whole new prompts only, and with transformers' DynamicCache"
         raise refuse(Category.PAST, "attention over a cache", hint)

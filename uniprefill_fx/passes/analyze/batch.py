@@ -13,7 +13,7 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import Site, interiors
+from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, interiors
 from uniprefill_fx.passes.node_utils import index_of, is_op, meta, name_of, shape, token_dims
 
 
@@ -42,7 +42,11 @@ def request_dim(node: fx.Node, token_dim: int, batch: sympy.Expr) -> int | None:
 
 
 def mixed_along(
-    graph: fx.Graph, sites: Sequence[Site], stage: Mapping[fx.Node, int], tokens: sympy.Symbol, batch: sympy.Expr
+    graph: fx.Graph,
+    attention_nodes: Sequence[AttentionNode],
+    level: Mapping[fx.Node, int],
+    tokens: sympy.Symbol,
+    batch: sympy.Expr,
 ) -> frozenset[fx.Node]:
     """The values of kept rows that some operation, other than attention, reads across rows: their padding is cleared.
 
@@ -52,10 +56,10 @@ def mixed_along(
     if batch == 1:
         return frozenset()
     found = set()
-    attention = interiors(sites)
+    attention = interiors(attention_nodes)
     for node in graph.nodes:
-        for read in node.all_input_nodes if stage[node] and node not in attention else ():
-            dims = token_dims(read, tokens) if stage[read] else ()
+        for read in node.all_input_nodes if level[node] and node not in attention else ():
+            dims = token_dims(read, tokens) if level[read] else ()
             # Rows beyond the tokens (a convolution's padding) are cut off again, by a slice that keeps rows in place.
             if len(dims) == 1 and (shape(read) or ())[dims[0]] == tokens and _reads_across(node, read, tokens):
                 request_dim(read, dims[0], batch)

@@ -36,13 +36,13 @@ def in_layers(node: fx.Node, root: tuple[str, ...] | None) -> bool:
     )
 
 
-def check_ending(
-    graph: fx.Graph, attention: list[fx.Node], end: fx.Node, tail: frozenset[fx.Node], ancestry: Ancestry
+def check_decoder_end(
+    graph: fx.Graph, attention: list[fx.Node], end: fx.Node, head_region: frozenset[fx.Node], ancestry: Ancestry
 ) -> None:
     """Check that a graph whose outputs show all rows ends with the decoder.
 
     Args:
-        attention: the attention ops. end: the last value of the residual stream. tail: what is computed from it.
+        attention: the attention ops. end: the last value of the residual stream. head_region: what is computed from it.
 
     Raises:
         RefusalError: more layers may follow.
@@ -50,9 +50,9 @@ def check_ending(
     outputs = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node)]
     root = layers_root(attention)
     width = (shape(end) or (None,))[-1]
-    closing = [node for node in tail if not in_layers(node, root) and _reads_weights(node, end, tail)]
+    closing = [node for node in head_region if not in_layers(node, root) and _reads_weights(node, end, head_region)]
 
-    closed = [o for o in outputs if o in tail and any(ancestry.depends(o, node) for node in closing)]
+    closed = [o for o in outputs if o in head_region and any(ancestry.depends(o, node) for node in closing)]
     of_width = [o for o in closed if (shape(o) or (None,))[-1] == width]
     if root is None:
         closed = [o for o in closed if o not in of_width]
@@ -64,10 +64,10 @@ def check_ending(
         )
 
 
-def _reads_weights(node: fx.Node, end: fx.Node, tail: frozenset[fx.Node]) -> bool:
+def _reads_weights(node: fx.Node, end: fx.Node, head_region: frozenset[fx.Node]) -> bool:
     """Whether a node combines what comes from the stream with a tensor that does not: the weight of a norm or head."""
     for read in node.all_input_nodes:
         value = meta(read)
-        if read is not end and read not in tail and isinstance(value, torch.Tensor) and value.ndim > 0:
+        if read is not end and read not in head_region and isinstance(value, torch.Tensor) and value.ndim > 0:
             return True
     return False

@@ -1,7 +1,7 @@
-"""Which rows each node computes: stage 0 holds all tokens, stage i the rows kept after the i-th drop.
+"""Which rows each node computes: level 0 holds all tokens, level i the rows kept after the i-th drop.
 
-A node is of the latest stage among its inputs; the output of a drop layer's attention op is of the stage that its drop
-begins. Nodes that do not depend on a drop stay at stage 0 and are gathered where they meet the kept rows.
+A node is of the latest level among its inputs; the output of a drop layer's attention op is of the level that its drop
+begins. Nodes that do not depend on a drop stay at level 0 and are gathered where they meet the kept rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import Site, interiors
+from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, interiors
 from uniprefill_fx.passes.analyze.batch import request_dim
 from uniprefill_fx.passes.analyze.rowwise import check_rows
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
@@ -32,14 +32,14 @@ CARRY = frozenset(
 
 
 class Move(StrEnum):
-    """How a value of an earlier stage is brought to the rows of a later one."""
+    """How a value of an earlier level is brought to the rows of a later one."""
 
     GATHER = "gather"
-    REPEAT = "repeat"  # do the operation again with the sizes of the later stage
+    REPEAT = "repeat"  # do the operation again with the sizes of the later level
 
 
 @dataclass(frozen=True)
-class Crossing:
+class GatherRule:
     """A move; for a gather, the token axis and that of the requests (None: there is one request)."""
 
     move: Move
@@ -47,47 +47,51 @@ class Crossing:
     batch_dim: int | None = None
 
 
-@timed("stages")
-def stages(
-    graph: fx.Graph, sites: Sequence[Site], drops: Sequence[Site], tokens: sympy.Symbol, tail: frozenset[fx.Node]
+@timed("levels")
+def levels(
+    graph: fx.Graph,
+    attention_nodes: Sequence[AttentionNode],
+    drops: Sequence[AttentionNode],
+    tokens: sympy.Symbol,
+    head_region: frozenset[fx.Node],
 ) -> dict[fx.Node, int]:
-    """The stage of every node; nodes of `tail` (behind the restored stream) are stage 0.
+    """The level of every node; nodes of `head_region` (behind the restored stream) are level 0.
 
     Raises:
         RefusalError: a node cannot run on fewer rows without changing what it means.
     """
-    begins = {site.node: i + 1 for i, site in enumerate(drops)}
-    late = _written_later(graph, tokens, begins, tail)
+    begins = {attention.node: i + 1 for i, attention in enumerate(drops)}
+    late = _written_later(graph, tokens, begins, head_region)
     found: dict[fx.Node, int] = {}
-    site_of = {site.node: site for site in sites}
-    interior = interiors(sites)
+    attention_of = {attention.node: attention for attention in attention_nodes}
+    interior = interiors(attention_nodes)
     for node in graph.nodes:
-        inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in tail]
-        found[node] = 0 if node in tail or node.op == "output" else max(inputs, default=0)
+        inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in head_region]
+        found[node] = 0 if node in head_region or node.op == "output" else max(inputs, default=0)
         found[node] = max(found[node], late.get(node, 0))
-        if found[node] and node not in site_of and node not in late and node not in interior:
+        if found[node] and node not in attention_of and node not in late and node not in interior:
             check_rows(node, found, tokens, tokens)
-        if found[node] and node in site_of and not site_of[node].fresh:
-            why = site_of[node].refusal or "its keys are not those of its queries"
+        if found[node] and node in attention_of and not attention_of[node].is_prefill:
+            why = attention_of[node].refusal or "its keys are not those of its queries"
             raise refuse(
                 Category.ATTENTION,
                 f"attention behind a drop that is not understood: {why}",
                 "drop tokens in later layers only, or in none",
-                site_of[node].layer,
+                attention_of[node].layer,
             )
     _check_writes(graph, found, tokens)
     return found
 
 
 def _written_later(
-    graph: fx.Graph, tokens: sympy.Symbol, begins: dict[fx.Node, int], tail: frozenset[fx.Node]
+    graph: fx.Graph, tokens: sympy.Symbol, begins: dict[fx.Node, int], head_region: frozenset[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Buffers that are filled at stage 0 and first written at a later one: they are made where they are written."""
+    """Buffers that are filled at level 0 and first written at a later one: they are made where they are written."""
     rough: dict[fx.Node, int] = {}
     late: dict[fx.Node, int] = {}
     for node in graph.nodes:
         inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in node.all_input_nodes]
-        rough[node] = 0 if node in tail else max(inputs, default=0)
+        rough[node] = 0 if node in head_region else max(inputs, default=0)
         for buffer in written_nodes(node):
             if name_of(buffer) in FILLS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
                 late.setdefault(buffer, rough[node])
@@ -95,7 +99,7 @@ def _written_later(
 
 
 def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
-    """Refuse a write that reaches, by aliasing, a value which another stage reads through its own gathered copy."""
+    """Refuse a write that reaches, by aliasing, a value which another level reads through its own gathered copy."""
     for node in graph.nodes:
         for target in written_nodes(node):
             for alias in aliases(target):
@@ -113,30 +117,34 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
                     )
 
 
-@timed("crossings")
-def crossings(
-    graph: fx.Graph, sites: Sequence[Site], found: dict[fx.Node, int], tokens: sympy.Symbol, batch: sympy.Expr
-) -> dict[fx.Node, Crossing]:
-    """How each tensor that a later stage reads gets there. `batch`: 1, or the symbol of the number of requests.
+@timed("gather_rules")
+def gather_rules(
+    graph: fx.Graph,
+    attention_nodes: Sequence[AttentionNode],
+    found: dict[fx.Node, int],
+    tokens: sympy.Symbol,
+    batch: sympy.Expr,
+) -> dict[fx.Node, GatherRule]:
+    """How each tensor that a later level reads gets there. `batch`: 1, or the symbol of the number of requests.
 
     Raises:
         RefusalError: it can be neither gathered nor made again.
     """
-    understood = [site for site in sites if site.mask is not None]
-    interior = interiors(sites)
+    understood = [attention for attention in attention_nodes if attention.mask is not None]
+    interior = interiors(attention_nodes)
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in interior}
-    for site in understood:
-        reads[site.node] = {site.q, site.k, site.v}
-        slopes = site.mask.alibi[0] if site.mask is not None and site.mask.alibi is not None else None
-        for operand in (site.bias, site.sinks, slopes):  # read whole, by slot, at every stage
+    for attention in understood:
+        reads[attention.node] = {attention.q, attention.k, attention.v}
+        slopes = attention.mask.alibi[0] if attention.mask is not None and attention.mask.alibi is not None else None
+        for operand in (attention.bias, attention.sinks, slopes):  # read whole, by position, at every level
             if operand is not None and found[operand]:
                 raise refuse(
                     Category.ATTENTION,
                     f"a bias of the attention logits that is computed from kept tokens: {operand.name}",
                     "such a layer stays dense",
-                    site.layer,
+                    attention.layer,
                 )
-    moves: dict[fx.Node, Crossing] = {}
+    moves: dict[fx.Node, GatherRule] = {}
     for node in graph.nodes:
         for read in reads.get(node, node.all_input_nodes):
             dims = token_dims(read, tokens)
@@ -145,9 +153,9 @@ def crossings(
             sizes = meta(read).shape
             name = name_of(read)
             if name in FILLS or (name == "arange" and row_numbers(read, found)):
-                moves[read] = Crossing(Move.REPEAT)
+                moves[read] = GatherRule(Move.REPEAT)
             elif len(dims) == 1 and expression(sizes[dims[0]]) == tokens:
-                moves[read] = Crossing(Move.GATHER, dims[0], request_dim(read, dims[0], batch))
+                moves[read] = GatherRule(Move.GATHER, dims[0], request_dim(read, dims[0], batch))
             else:
                 raise refuse(
                     Category.TOKEN_AXIS,
@@ -158,7 +166,7 @@ def crossings(
 
 
 def row_numbers(node: fx.Node, found: dict[fx.Node, int]) -> bool:
-    """Whether an arange numbers rows (it only ever indexes values of a later stage) rather than token positions.
+    """Whether an arange numbers rows (it only ever indexes values of a later level) rather than token positions.
 
     MoE code numbers its rows to undo a sort; positions feed rotary tables, embeddings and masks. The first must count
     the kept rows anew, the second must keep the original numbers.

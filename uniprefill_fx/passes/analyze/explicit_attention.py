@@ -25,7 +25,7 @@ PRODUCTS = frozenset("matmul bmm".split())
 
 
 @dataclass
-class Spelled:
+class ExplicitAttention:
     """The parts of one spelled-out attention, found while walking its nodes.
 
     Attributes:
@@ -49,7 +49,7 @@ class Spelled:
     out: Any = None
 
 
-def read_spelled(softmax: fx.Node) -> Spelled | None:
+def read_explicit_attention(softmax: fx.Node) -> ExplicitAttention | None:
     """The attention around a softmax; None when the softmax is no attention (a router's, say).
 
     Raises:
@@ -61,7 +61,7 @@ def read_spelled(softmax: fx.Node) -> Spelled | None:
     dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     if dim not in (-1, fake.ndim - 1):
         return None
-    found = Spelled()
+    found = ExplicitAttention()
     _backwards(softmax.args[0], found)
     _forwards(softmax, found)
     for node in found.interior - {found.out}:
@@ -89,7 +89,7 @@ def _leads_to_product(softmax: fx.Node) -> bool:
     return False
 
 
-def _backwards(node: Any, found: Spelled) -> None:
+def _backwards(node: Any, found: ExplicitAttention) -> None:
     """From the softmax's input to the product of queries and keys."""
     while True:
         if not isinstance(node, fx.Node):
@@ -151,7 +151,7 @@ def _backwards(node: Any, found: Spelled) -> None:
             raise _unknown(node)
 
 
-def _forwards(softmax: fx.Node, found: Spelled) -> None:
+def _forwards(softmax: fx.Node, found: ExplicitAttention) -> None:
     """From the softmax to the product with the values, and to a 4-D result."""
     node, sliced = softmax, False
     while True:
@@ -201,7 +201,7 @@ def _untransposed(node: Any) -> Any:
     raise _unknown(node)
 
 
-def _is_maximum(value: Any, of: Any, found: Spelled) -> bool:
+def _is_maximum(value: Any, of: Any, found: ExplicitAttention) -> bool:
     """Whether `value` is the row maximum of `of`: subtracting it does not change a softmax."""
     source = value.args[0] if isinstance(value, fx.Node) and name_of(value) == "getitem" else value
     if isinstance(source, fx.Node) and name_of(source) in ("max", "amax") and source.args[0] is of:

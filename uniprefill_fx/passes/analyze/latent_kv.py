@@ -27,7 +27,7 @@ from uniprefill_fx.passes.node_utils import arguments, expression, meta, shape, 
 
 
 @dataclass(frozen=True)
-class Expansion:
+class LatentKV:
     """How keys and values are made from the rows of one cache layer.
 
     Attributes:
@@ -41,7 +41,7 @@ class Expansion:
 
 def expansion(
     ends: Sequence[fx.Node], is_root: Callable[[fx.Node], bool], tokens: sympy.Symbol, count: sympy.Expr
-) -> Expansion:
+) -> LatentKV:
     """The expansion of cache rows to `ends`, the keys and values of one attention.
 
     Args:
@@ -62,7 +62,7 @@ def expansion(
         raise _refused(f"`{ordered[first].name}` is made before the rows that it is to hold")
     for node in ordered[first:]:
         _check(node, found, tokens, count)
-    return Expansion(tuple(ordered[:first]), tuple(ordered[first:]))
+    return LatentKV(tuple(ordered[:first]), tuple(ordered[first:]))
 
 
 def _check(node: fx.Node, found: dict[fx.Node, int], tokens: sympy.Symbol, count: sympy.Expr) -> None:

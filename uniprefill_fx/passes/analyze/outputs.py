@@ -1,4 +1,4 @@
-"""What becomes of a graph's outputs when tokens are dropped, and what of the tail behind the residual stream."""
+"""What becomes of a graph's outputs when tokens are dropped, and what of the head_region behind the residual stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import Site
+from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode
 from uniprefill_fx.passes.analyze.latent_kv import expansion
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import arguments, index_of, is_op, meta, name_of, shape, token_dims
@@ -42,13 +42,13 @@ class Output:
     treatment: Treatment
 
 
-def tail_of(graph: fx.Graph, end: fx.Node, ancestry: Ancestry) -> frozenset[fx.Node]:
+def head_region_of(graph: fx.Graph, end: fx.Node, ancestry: Ancestry) -> frozenset[fx.Node]:
     """The nodes behind the last value of the residual stream: final norm, slice, head."""
     return frozenset(n for n in graph.nodes if n is not end and n.op != "output" and ancestry.depends(n, end))
 
 
 def exposure_of(
-    graph: fx.Graph, tail: frozenset[fx.Node], end: fx.Node, tokens: sympy.Symbol, config: PrefillConfig
+    graph: fx.Graph, head_region: frozenset[fx.Node], end: fx.Node, tokens: sympy.Symbol, config: PrefillConfig
 ) -> Exposure:
     """Whether any output behind the end of the stream shows rows that may be dropped.
 
@@ -58,7 +58,7 @@ def exposure_of(
     """
     row_dim: dict[fx.Node, int | None] = {end: token_dims(end, tokens)[0]}  # of nodes that show such rows
     for node in graph.nodes:
-        if node in tail and not _last_rows(node, tokens, config.last_n):
+        if node in head_region and not _last_rows(node, tokens, config.last_n):
             read = [n for n in node.all_input_nodes if n in row_dim]
             if read:
                 row_dim[node] = _row_dim(node, read[0], row_dim[read[0]], tokens)
@@ -95,9 +95,9 @@ def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol
 @timed("outputs")
 def read_outputs(
     graph: fx.Graph,
-    sites: Sequence[Site],
-    stage: dict[fx.Node, int],
-    tail: frozenset[fx.Node],
+    attention_nodes: Sequence[AttentionNode],
+    level: dict[fx.Node, int],
+    head_region: frozenset[fx.Node],
     end: fx.Node,
     tokens: sympy.Symbol,
     config: PrefillConfig,
@@ -105,20 +105,22 @@ def read_outputs(
     """The treatment of each output.
 
     Raises:
-        RefusalError: an output of kept rows, or the tail, needs values that dropped tokens do not have.
+        RefusalError: an output of kept rows, or the head_region, needs values that dropped tokens do not have.
     """
-    written = {node for site in sites for node in (site.k, site.v)}
-    slotted = {arg for n in graph.nodes if is_op(n, "bind_slots") for arg in n.args[1:] if isinstance(arg, fx.Node)}
-    for node in tail:
+    written = {node for attention in attention_nodes for node in (attention.k, attention.v)}
+    positioned = {
+        arg for n in graph.nodes if is_op(n, "bind_positions") for arg in n.args[1:] if isinstance(arg, fx.Node)
+    }
+    for node in head_region:
         for read in node.all_input_nodes:
-            if stage[read] and read is not end and token_dims(read, tokens):
+            if level[read] and read is not end and token_dims(read, tokens):
                 raise refuse(Category.OUTPUT, f"the head reads `{read.name}`, a value inside the layers", "stays dense")
-    _check_cache(graph, sites, stage, tokens, config)
+    _check_cache(graph, attention_nodes, level, tokens, config)
     outputs = []
     for node in (a for a in arguments(graph.output_node()) if isinstance(a, fx.Node)):
-        if not stage[node] or not token_dims(node, tokens):
+        if not level[node] or not token_dims(node, tokens):
             treatment = Treatment.AS_IS
-        elif _taken_from(node, slotted):
+        elif _taken_from(node, positioned):
             treatment = Treatment.COMPACT
         elif _taken_from(node, written):
             raise refuse(
@@ -139,36 +141,40 @@ def read_outputs(
 
 
 def _check_cache(
-    graph: fx.Graph, sites: Sequence[Site], stage: dict[fx.Node, int], tokens: sympy.Symbol, config: PrefillConfig
+    graph: fx.Graph,
+    attention_nodes: Sequence[AttentionNode],
+    level: dict[fx.Node, int],
+    tokens: sympy.Symbol,
+    config: PrefillConfig,
 ) -> None:
     """Refuse compact caches that a decode step could not read: it computes keys from the rows of one layer.
 
-    A later layer that reads those rows too attends to the tokens that entered it, which `departures` tell.
+    A later layer that reads those rows too attends to the tokens that entered it, which `dropped_after_layer` tell.
     """
-    layers = [node for node in graph.nodes if is_op(node, "bind_slots")]
-    noted = {node.args[0] for node in graph.nodes if is_op(node, "departures")}
+    layers = [node for node in graph.nodes if is_op(node, "bind_positions")]
+    noted = {node.args[0] for node in graph.nodes if is_op(node, "dropped_after_layer")}
     of_row = {row: layer for layer in layers for row in layer.args[1:3]}
-    unread = {layer for layer in layers if stage[layer]}
-    for site in sites if layers else ():
-        if not stage[site.node]:
+    unread = {layer for layer in layers if level[layer]}
+    for attention in attention_nodes if layers else ():
+        if not level[attention.node]:
             continue
-        roots = expansion((site.k, site.v), of_row.__contains__, tokens, tokens).roots
+        roots = expansion((attention.k, attention.v), of_row.__contains__, tokens, tokens).roots
         read = {of_row[root] for root in roots}
-        shared = any(stage[layer] < stage[site.node] for layer in read)
+        shared = any(level[layer] < level[attention.node] for layer in read)
         if len(read) != 1 or (shared and any(layer.args[0] not in noted for layer in read)):
             raise refuse(
                 Category.CACHE,
                 "keys of several cache layers, or of one that cannot say which tokens later layers dropped",
                 "decode could not read them: pass no cache, DynamicCache(config=model.config), or use_cache=False",
-                site.layer,
+                attention.layer,
             )
-        own = not shared and set(roots) == {site.k, site.v}
-        if config.window == "index" and not own and site.mask is not None and not site.mask.full:
+        own = not shared and set(roots) == {attention.k, attention.v}
+        if config.window == "index" and not own and attention.mask is not None and not attention.mask.full:
             raise refuse(
                 Category.CACHE,
                 "window='index' over keys that are computed from a cache, or shared",
                 "use window='position'",
-                site.layer,
+                attention.layer,
             )
         unread -= read
     if unread:
@@ -176,17 +182,17 @@ def _check_cache(
 
 
 def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:
-    """Whether an output is one of the values in `rows`, some of their rows, or the slots that belong to them."""
-    while node not in rows and not is_op(node, "bind_slots"):
+    """Whether an output is one of the values in `rows`, some of their rows, or the positions that belong to them."""
+    while node not in rows and not is_op(node, "bind_positions"):
         if name_of(node) not in ("getitem", "contiguous", "clone") or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
     return True
 
 
-def rows_shown(tail: frozenset[fx.Node], tokens: sympy.Symbol, last_n: int) -> int:
-    """How many of the last rows the tail takes, at most `last_n`: so many must stay."""
-    taken = [node for node in tail if _last_rows(node, tokens, last_n)]
+def rows_shown(head_region: frozenset[fx.Node], tokens: sympy.Symbol, last_n: int) -> int:
+    """How many of the last rows the head_region takes, at most `last_n`: so many must stay."""
+    taken = [node for node in head_region if _last_rows(node, tokens, last_n)]
     return next((k for k in range(last_n + 1) if all(_last_rows(node, tokens, k) for node in taken)), last_n)
 
 

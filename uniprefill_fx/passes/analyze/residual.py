@@ -8,7 +8,7 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import Site
+from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import name_of, shape, token_dims
 from uniprefill_fx.timing import timed
@@ -56,20 +56,22 @@ def _unscaled(value: Any) -> fx.Node | None:
     return None
 
 
-def entering(site: Site, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
-    """The residual stream that enters the layer of `site` (paper: H^(b,0)).
+def entering(attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
+    """The residual stream that enters the layer of `attention` (paper: H^(b,0)).
 
-    The first sum that takes in the site's output has a residual which is not computed from that output itself, and is
-    an ancestor of the site's queries. Where that is itself the sum of an earlier layer, or the embedding, it is the
+    The first sum that takes in the attention's output has a residual which is not computed from that output itself,
+    and is
+    an ancestor of the attention's queries. Where that is itself the sum of an earlier layer, or the embedding, it is
+    the
     stream; where a norm lies between (post-norm models), the stream is the sum before the norm.
 
     Raises:
         RefusalError: there is no such sum.
     """
     for node, residual in adds:
-        if not ancestry.depends(node, site.node):
+        if not ancestry.depends(node, attention.node):
             continue
-        if not ancestry.depends(residual, site.node) and ancestry.depends(site.q, residual):
+        if not ancestry.depends(residual, attention.node) and ancestry.depends(attention.q, residual):
             earlier = [n for n, _ in adds if ancestry.depends(residual, n)]
             same = [n for n in earlier if shape(n) == shape(residual)]
             return same[-1] if same else residual
@@ -78,13 +80,15 @@ def entering(site: Site, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry
         Category.RESIDUAL,
         "no sum of the attention output with the stream that entered the layer",
         "dropped tokens would have no state to be frozen to, so this layer stays dense",
-        site.layer,
+        attention.layer,
     )
 
 
-def leaving(site: Site, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
+def leaving(attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
     """The last value of the residual stream, behind the last layer and before the final norm."""
-    later = [node for node, _ in adds if ancestry.depends(node, site.node)]
+    later = [node for node, _ in adds if ancestry.depends(node, attention.node)]
     if not later:
-        raise refuse(Category.RESIDUAL, "no residual stream behind the attention", "this layer stays dense", site.layer)
+        raise refuse(
+            Category.RESIDUAL, "no residual stream behind the attention", "this layer stays dense", attention.layer
+        )
     return later[-1]

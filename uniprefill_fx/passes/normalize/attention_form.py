@@ -1,6 +1,7 @@
 """Write the products of attention as matmuls over (batch, heads, tokens, dim), whatever their layout was.
 
-Attention over 3-D operands (heads, tokens, dim), `bmm`, and `einsum` become one form, which `sites` and `spelled` read.
+Attention over 3-D operands (heads, tokens, dim), `bmm`, and `einsum` become one form, which `attention_nodes` and
+`spelled` read.
 Before::
 
     scores = einsum("bihd,bjhd->bhij", q, k)
@@ -34,7 +35,7 @@ LOGITS = BETWEEN | frozenset("mul truediv div add iadd sub masked_fill masked_fi
 
 
 @timed("write products")
-def write_products(gm: fx.GraphModule) -> int:
+def unify_attention_form(gm: fx.GraphModule) -> int:
     """Rewrite the products around attention in place; returns how many."""
     written = 0
     for node in list(gm.graph.nodes):

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from uniprefill_fx.timing import timed
 
-MARK = "uniprefill_triangle"  # key in the meta of a placeholder
+MARK = "uniprefill_causal_buffer"  # key in the meta of a placeholder
 LARGEST = 1 << 14  # rows: larger ones are not looked at, each check reads them whole
 
 
 @dataclass(frozen=True)
-class Triangle:
+class CausalBuffer:
     """A matrix of one number on and below the diagonal, `below`, and another one over it, `above`."""
 
     below: float
@@ -34,8 +34,8 @@ class Triangle:
         return bool(torch.where(lower, matrix == self.below, matrix == self.above).all())
 
 
-@timed("mark triangles")
-def mark_triangles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+@timed("mark causal_buffers")
+def mark_causal_buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Note in the meta of every placeholder whether it is a buffer that holds a triangle."""
     placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
     for node, example in zip(placeholders, example_inputs, strict=True):
@@ -47,7 +47,7 @@ def mark_triangles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             continue
         if example.shape[-2] != rows or example.is_complex():
             continue
-        found = Triangle(float(example.flatten()[0]), float(example.flatten()[1]))
+        found = CausalBuffer(float(example.flatten()[0]), float(example.flatten()[1]))
         if found.below != found.above and found.fits(example):
             node.meta[MARK] = found
 
@@ -55,7 +55,7 @@ def mark_triangles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 class Unchanged:
     """Whether a buffer still holds its triangle; reads it again only after it was replaced or written to."""
 
-    def __init__(self, triangle: Triangle) -> None:
+    def __init__(self, triangle: CausalBuffer) -> None:
         self.triangle = triangle
         self.checked: tuple[int, int] | None = None
         self.fits = False

@@ -24,7 +24,7 @@ from uniprefill_fx.timing import timed
 
 
 @timed("write constants")
-def write_constants(gm: fx.GraphModule) -> int:
+def fold_constants(gm: fx.GraphModule) -> int:
     """Replace every float and every fixed size by its value, in place; returns how many nodes were."""
     replaced = 0
     for node in list(gm.graph.nodes):

@@ -33,7 +33,7 @@ METHODS = {"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": 
 
 
 @timed("remove in-place")
-def remove_in_place(gm: fx.GraphModule) -> int:
+def functionalize(gm: fx.GraphModule) -> int:
     """Replace in-place arithmetic whose target has no other name, in place; returns how many."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     replaced = 0

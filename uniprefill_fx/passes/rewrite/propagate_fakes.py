@@ -98,12 +98,12 @@ class _Propagator(fx.Interpreter):
 
     def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         """`select` with a backed kept length: half of the rows as a hint, so that it equals no other length."""
-        scores, spans = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
+        scores, token_bounds = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
         ordinal = n.meta["uniprefill_drop"]
         name = f"kept{ordinal}"
         kept = fresh_symbol(self.shape_env, name, 1031 - 2 * ordinal)
         self.sizes[sympy.Symbol(name)] = kept
-        return scores.new_empty(spans.shape[0], kept, dtype=torch.int64), torch.empty_like(spans)
+        return scores.new_empty(token_bounds.shape[0], kept, dtype=torch.int64), torch.empty_like(token_bounds)
 
 
 def _hint(size: Any, symbol: sympy.Symbol) -> int:

@@ -31,18 +31,19 @@ class MaskKind:
         chunk: a query sees only its own chunk of this many tokens; None: all.
         key_mask: node of a (batch, keys) mask, nonzero where the token is real; None: no padding term.
         chunk_start: node of (batch,): the index at which each request's first chunk begins; None: 0.
-        segments: node of (batch, tokens) numbers: a query sees only keys with its own (packed prompts); None: all.
+        sequence_ids: node of (batch, tokens) numbers: a query sees only keys with its own (packed prompts); None: all.
         alibi: what is added to the logits grows with the key's index: node of `heads` slopes, and a factor on them.
-        triangles: buffers whose values were looked at; what is said here holds while they stay (`passes.triangles`).
+        causal_buffers: buffers whose values were looked at; what is said here holds while they stay
+        (`passes.causal_buffers`).
     """
 
     offset: sympy.Expr
     window: int | None = None
     chunk: int | None = None
     key_mask: fx.Node | None = None
-    segments: fx.Node | None = None
+    sequence_ids: fx.Node | None = None
     alibi: tuple[fx.Node, float] | None = None
-    triangles: frozenset[fx.Node] = frozenset()
+    causal_buffers: frozenset[fx.Node] = frozenset()
     chunk_start: fx.Node | None = None
 
     @property
@@ -53,7 +54,7 @@ class MaskKind:
     def __str__(self) -> str:
         kind = "full" if self.full else f"sliding window {self.window}" if self.window else f"chunk {self.chunk}"
         kind += ", padding mask" if self.key_mask is not None else ""
-        kind += ", packed prompts" if self.segments is not None else ""
+        kind += ", packed prompts" if self.sequence_ids is not None else ""
         return kind + (", alibi" if self.alibi else "")
 
 
@@ -68,7 +69,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
     condition = sympy.And(*(sympy.Not(seen) if hides else seen for (seen, _), hides in read))
     added = sympy.Add(*(value for (_, value), _ in read))
     query = sympy.Integer(0) if queries == 1 else QUERY
-    offset = window = key_mask = segments = None
+    offset = window = key_mask = sequence_ids = None
     chunk: int | None = None
     chunk_start: fx.Node | None = None
     unsettled = []
@@ -94,9 +95,9 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
             "tokens can be dropped behind causal attention only",
         )
     for term in unsettled:
-        packed = _segments(term)
-        if packed is not None and segments is None and offset == 0:
-            segments = reader.data[packed]
+        packed = _sequence_ids(term)
+        if packed is not None and sequence_ids is None and offset == 0:
+            sequence_ids = reader.data[packed]
             continue
         chunks = _chunk(term, query + offset)
         if chunks is None or chunk is not None:
@@ -110,7 +111,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
             raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
         window = int(size)
     alibi = _alibi(added, reader) if added != 0 else None
-    return MaskKind(offset, window, chunk, key_mask, segments, alibi, frozenset(reader.triangles), chunk_start)
+    return MaskKind(offset, window, chunk, key_mask, sequence_ids, alibi, frozenset(reader.causal_buffers), chunk_start)
 
 
 def _distance(x: Any) -> Any:
@@ -168,7 +169,7 @@ def _chunk(term: Any, position: Any) -> tuple[int, str | None] | None:
     return (int(size), str(start.func.__name__)) if by_request else None
 
 
-def _segments(term: Any) -> str | None:
+def _sequence_ids(term: Any) -> str | None:
     """The name of the data f in `f(batch, query) == f(batch, key)`; None for other terms."""
     if not isinstance(term, sympy.Eq) or not all(isinstance(s, sympy.core.function.AppliedUndef) for s in term.args):
         return None

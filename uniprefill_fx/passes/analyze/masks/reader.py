@@ -45,7 +45,7 @@ class MaskReader:
     def __init__(self) -> None:
         self.memo: dict[fx.Node, Any] = {}
         self.data: dict[str, fx.Node] = {}
-        self.triangles: set[fx.Node] = set()
+        self.causal_buffers: set[fx.Node] = set()
         self.reading: list[fx.Node] = []
 
     def read(self, value: Any, ndim: int) -> Any:
@@ -181,7 +181,7 @@ class MaskReader:
         triangle = node.meta.get(MARK)
         if triangle is None:
             return None
-        self.triangles.add(node)
+        self.causal_buffers.add(node)
         row, column = AXES[meta(node).ndim - 2], AXES[meta(node).ndim - 1]
         return choose(sympy.Le(column, row), *(self._number(v, node) for v in (triangle.below, triangle.above)))
 

@@ -1,4 +1,4 @@
-"""The naive twin of `slot_attention`: logits and mask exist in full, one request and head at a time."""
+"""The naive twin of `position_attention`: logits and mask exist in full, one request and head at a time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def slot_attention_reference(
+def position_attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    spans: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    token_bounds: Tensor | None,
     key_mask: Tensor | None,
     scale: float | None,
     window: int | None,
@@ -22,22 +22,22 @@ def slot_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    segments: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
     chunk_start: Tensor | None = None,
 ) -> Tensor:
-    """As `slot_attention`, with float32 operands, weights and sums (float64 if the inputs are)."""
+    """As `position_attention`, with float32 operands, weights and sums (float64 if the inputs are)."""
     batch, heads, queries, head_dim = q.shape
     groups, exact = heads // k.shape[1], torch.promote_types(q.dtype, torch.float32)
     scale = head_dim**-0.5 if scale is None else scale
     out = q.new_zeros(batch, queries, heads, v.shape[3])
-    if q_slots is None or k_slots is None:
-        k_slots = torch.arange(k.shape[2], device=q.device)[None]
-        q_slots = k_slots[:, k.shape[2] - queries :]
+    if q_positions is None or k_positions is None:
+        k_positions = torch.arange(k.shape[2], device=q.device)[None]
+        q_positions = k_positions[:, k.shape[2] - queries :]
     for row, head in itertools.product(range(batch), range(heads)):
         q_rows, k_rows = slice(None), slice(None)
-        if spans is not None:
-            q_rows = k_rows = slice(*spans[row].tolist())
-        a, b = q_slots.expand(batch, -1)[row, q_rows, None], k_slots.expand(batch, -1)[row, None, k_rows]
+        if token_bounds is not None:
+            q_rows = k_rows = slice(*token_bounds[row].tolist())
+        a, b = q_positions.expand(batch, -1)[row, q_rows, None], k_positions.expand(batch, -1)[row, None, k_rows]
         visible = (b <= a) & (b >= 0)
         if window is not None:
             visible &= a - b < window
@@ -46,8 +46,8 @@ def slot_attention_reference(
         if chunk is not None:
             start = 0 if chunk_start is None else chunk_start.expand(batch)[row]
             visible = visible & ((a - start) // chunk == (b - start) // chunk)
-        if segments is not None:
-            visible = visible & (segments.expand(batch, -1)[row, a] == segments.expand(batch, -1)[row, b])
+        if sequence_ids is not None:
+            visible = visible & (sequence_ids.expand(batch, -1)[row, a] == sequence_ids.expand(batch, -1)[row, b])
         keys, values = (x[row, head // groups, k_rows].to(exact) for x in (k, v))
         logits = (q[row, head, q_rows].to(exact) @ keys.T) * scale
         if softcap is not None:
