@@ -78,7 +78,7 @@ def measure(name: str) -> dict[str, Any]:
         compare("prompts", got, want.logits)
     row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     plan = next((c.plan for c in reversed(watch.found) if c.plan.prefill), None)
-    kinds = {s.layer: str(s.mask) if s.mask else "not understood" for s in plan.attention_nodes} if plan else {}
+    kinds = {a.layer: a.kind for a in plan.attention_nodes} if plan else {}
     row["attention_nodes"] = [kinds.get(layer, "-") for layer in range(plan.num_layers)] if plan else []
     row["dropped_after"] = list(call.kept_indices)
     row["dense"] = None if call.reason is None else call.reason.category.value

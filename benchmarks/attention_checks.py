@@ -15,6 +15,7 @@ from torch import Tensor
 import uniprefill_fx.lowering.cuda  # noqa: F401  registers what the op runs on CUDA
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.position_attention.naive import position_attention_reference
+from uniprefill_fx.ops.spec import AttentionSpec
 
 BLOCK = 64
 ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}
@@ -106,15 +107,16 @@ def arguments(
         "q_positions": place if place is None or queries == rows else place[:, rows - queries :],
         "k_positions": place,
         "token_bounds": torch.tensor([[rows - n, rows] for n in lengths], device=device) if lengths else None,
-        "key_mask": mask,
-        "scale": None,
-        "window": window,
-        "chunk": chunk,
-        "softcap": softcap,
-        "sinks": torch.randn(heads[0], device=device).to(dtype) if sinks else None,
-        "bias": -torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
-        "sequence_ids": (torch.rand(batch, places, device=device) < 0.003).cumsum(1) if sequence_ids else None,
-        "chunk_start": torch.tensor(chunk_start, device=device) if chunk_start else None,
+        "spec": AttentionSpec(
+            window=window,
+            chunk=chunk,
+            softcap=softcap,
+            key_mask=mask,
+            sinks=torch.randn(heads[0], device=device).to(dtype) if sinks else None,
+            bias=-torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
+            sequence_ids=(torch.rand(batch, places, device=device) < 0.003).cumsum(1) if sequence_ids else None,
+            chunk_start=torch.tensor(chunk_start, device=device) if chunk_start else None,
+        ),
     }
 
 
@@ -129,8 +131,10 @@ def check(name: str, options: dict[str, Any], device: torch.device) -> list[tupl
     with poisoned_memory():
         got, again = position_attention(**given), position_attention(**given)
     error = difference(got, want) if got.equal(again) else float("inf")
-    token_bounds = given.pop("token_bounds")  # the op has them on the host
-    by_op = torch.ops.uniprefill.attention(**given, token_bounds=None if token_bounds is None else token_bounds.cpu())
+    token_bounds = given["token_bounds"]  # the op has them on the host
+    operands = [given[name] for name in ("q", "k", "v", "q_positions", "k_positions")]
+    operands.append(None if token_bounds is None else token_bounds.cpu())
+    by_op = torch.ops.uniprefill.attention(*operands, *given["spec"].arguments())
     return [(f"attention, {name}", error, allowed), (f"the op, {name}", difference(by_op, want), allowed)]
 
 

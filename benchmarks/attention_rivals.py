@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.ops.attention import attention_reference
+from uniprefill_fx.ops.spec import AttentionSpec
 
 Run = Callable[[], Tensor]
 FLEX_BLOCK = 128
@@ -27,10 +28,10 @@ def visible_range(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         position = torch.arange(keys, device=given["k"].device)[None]
     a = position[:, keys - queries :].contiguous()
     oldest = torch.zeros_like(a)
-    if given["window"] is not None:
-        oldest = torch.maximum(oldest, a - given["window"] + 1)
-    if given["chunk"] is not None:
-        oldest = torch.maximum(oldest, a // given["chunk"] * given["chunk"])
+    if given["spec"].window is not None:
+        oldest = torch.maximum(oldest, a - given["spec"].window + 1)
+    if given["spec"].chunk is not None:
+        oldest = torch.maximum(oldest, a // given["spec"].chunk * given["spec"].chunk)
     low, high = torch.searchsorted(position, oldest), torch.searchsorted(position, a, right=True)
     if given["token_bounds"] is not None:
         low = torch.maximum(low, given["token_bounds"][:, :1])
@@ -65,7 +66,7 @@ def by_request(given: dict[str, Any]) -> Run | None:
 def explicit_mask(given: dict[str, Any]) -> Run | None:
     """SDPA with the whole mask; keys and values repeated, which the kernels that take a mask need."""
     queries, keys = given["q"].shape[2], given["k"].shape[2]
-    if queries * keys > MASK_ROWS**2 or given["sinks"] is not None or given["token_bounds"] is not None:
+    if queries * keys > MASK_ROWS**2 or given["spec"].sinks is not None or given["token_bounds"] is not None:
         return None
     low, high = visible_range(given)
     row = torch.arange(keys, device=low.device)
@@ -74,22 +75,23 @@ def explicit_mask(given: dict[str, Any]) -> Run | None:
 
     def run() -> Tensor:
         k, v = (given[name].repeat_interleave(groups, 1) for name in "kv")
-        return F.scaled_dot_product_attention(given["q"], k, v, attn_mask=mask, scale=given["scale"])
+        return F.scaled_dot_product_attention(given["q"], k, v, attn_mask=mask, scale=given["spec"].scale)
 
     return run
 
 
 def varlen(given: dict[str, Any]) -> Run | None:
     """torch's flash attention of one request; its window counts rows, so it is no rival where positions have holes."""
-    windowed = given["window"] is not None
+    windowed = given["spec"].window is not None
+    spec: AttentionSpec = given["spec"]
     if (windowed and given["k_positions"] is not None) or any(
-        given[n] is not None for n in ("chunk", "sinks", "token_bounds")
+        term is not None for term in (spec.chunk, spec.sinks, given["token_bounds"])
     ):
         return None
     keys, queries = given["k"].shape[2], given["q"].shape[2]
     q_cu, k_cu = (torch.tensor([0, n], dtype=torch.int32, device=given["k"].device) for n in (queries, keys))
     q, k, v = (given[name][0].transpose(0, 1) for name in "qkv")
-    options: dict[str, Any] = {"window_size": (given["window"] - 1, 0) if windowed else (-1, 0)}
+    options: dict[str, Any] = {"window_size": (given["spec"].window - 1, 0) if windowed else (-1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     return lambda: varlen_attn(q, k, v, q_cu, k_cu, queries, keys, **options).transpose(0, 1)[None]
@@ -125,8 +127,8 @@ def flex(given: dict[str, Any]) -> Run | None:
     if given["token_bounds"] is not None:
         return None
     torch._dynamo.reset()  # each mask is a compilation, and after eight of them Dynamo would run it eagerly
-    mask, compiled, sinks = block_mask(given), torch.compile(flex_attention, dynamic=False), given["sinks"]
-    options = {"block_mask": mask, "scale": given["scale"], "enable_gqa": True}
+    mask, compiled, sinks = block_mask(given), torch.compile(flex_attention, dynamic=False), given["spec"].sinks
+    options = {"block_mask": mask, "scale": given["spec"].scale, "enable_gqa": True}
     if sinks is None:
         return lambda: compiled(given["q"], given["k"], given["v"], **options)
 

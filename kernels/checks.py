@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from uniprefill_fx.kernels.common import check_device
+from uniprefill_fx.ops.spec import AttentionSpec
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
 MAX_HEAD_DIM = 256
@@ -58,10 +59,7 @@ def check_attention(
     token_bounds: Tensor | None,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
+    spec: AttentionSpec,
 ) -> None:
     """Raise ValueError for what `position_attention` does not handle; values on the device are not looked at."""
     check_device(q.device)
@@ -103,6 +101,7 @@ def check_attention(
                 f"{name} is {positions.dtype} of shape {tuple(positions.shape)}: wanted int64, "
                 f"(1 or {q.shape[0]}, {rows})"
             )
+    scale, softcap, window, chunk = spec.scale, spec.softcap, spec.window, spec.chunk
     if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
         raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
     if (window is not None and window < 1) or (chunk is not None and chunk < 1):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uniprefill_fx.ops.spec import AttentionSpec
+
 
 @dataclass(frozen=True)
 class Case:
@@ -65,15 +67,16 @@ class Case:
             "q_positions": positions if positions is None or queries == keys else positions[:, keys - queries :],
             "k_positions": positions,
             "token_bounds": torch.tensor(self.token_bounds) if self.token_bounds else None,
-            "key_mask": mask,
-            "scale": None,
-            "window": self.window,
-            "chunk": self.chunk,
-            "softcap": self.softcap,
-            "sinks": torch.randn(heads, 1, 1).to(self.dtype) if self.sinks else None,
-            "bias": torch.randn(batch, heads, 1, places) if self.bias else None,
-            "sequence_ids": (torch.rand(batch, places) < 0.02).cumsum(1) if self.sequence_ids else None,
-            "chunk_start": torch.tensor(self.chunk_start) if self.chunk_start else None,
+            "spec": AttentionSpec(
+                window=self.window,
+                chunk=self.chunk,
+                softcap=self.softcap,
+                key_mask=mask,
+                sinks=torch.randn(heads, 1, 1).to(self.dtype) if self.sinks else None,
+                bias=torch.randn(batch, heads, 1, places) if self.bias else None,
+                sequence_ids=(torch.rand(batch, places) < 0.02).cumsum(1) if self.sequence_ids else None,
+                chunk_start=torch.tensor(self.chunk_start) if self.chunk_start else None,
+            ),
         }
 
     def _operand(self, batch: int, heads: int, tokens: int, dim: int, spread: float) -> Tensor:
@@ -139,10 +142,11 @@ def exact(**arguments: Any) -> Tensor:
     """A query at a time, over the list of keys that it sees, in float64."""
     q, k, v = (arguments[name].double() for name in "qkv")
     (batch, heads, queries, dim), tokens = q.shape, k.shape[2]
-    q_positions, k_positions, token_bounds, mask = (
-        arguments[name] for name in ("q_positions", "k_positions", "token_bounds", "key_mask")
+    q_positions, k_positions, token_bounds = (
+        arguments[name] for name in ("q_positions", "k_positions", "token_bounds")
     )
-    sinks, bias, softcap = (arguments[name] for name in ("sinks", "bias", "softcap"))
+    spec: AttentionSpec = arguments["spec"]
+    mask, sinks, bias, softcap = spec.key_mask, spec.sinks, spec.bias, spec.softcap
     out = torch.zeros(batch, heads, queries, v.shape[3], dtype=torch.float64)
     for n, i in itertools.product(range(batch), range(queries)):
         rows = range(tokens) if token_bounds is None else range(*token_bounds[n].tolist())
@@ -153,12 +157,12 @@ def exact(**arguments: Any) -> Tensor:
         for j in rows:
             b = key_places[j]
             hidden = b < 0 or b > a
-            hidden = hidden or (arguments["window"] is not None and a - b >= arguments["window"])
-            if arguments["chunk"] is not None:
-                start = 0 if arguments["chunk_start"] is None else int(arguments["chunk_start"][n])
-                hidden = hidden or (a - start) // arguments["chunk"] != (b - start) // arguments["chunk"]
-            if arguments["sequence_ids"] is not None:
-                hidden = hidden or bool(arguments["sequence_ids"][n, a] != arguments["sequence_ids"][n, b])
+            hidden = hidden or (spec.window is not None and a - b >= spec.window)
+            if spec.chunk is not None:
+                start = 0 if spec.chunk_start is None else int(spec.chunk_start[n])
+                hidden = hidden or (a - start) // spec.chunk != (b - start) // spec.chunk
+            if spec.sequence_ids is not None:
+                hidden = hidden or bool(spec.sequence_ids[n, a] != spec.sequence_ids[n, b])
             if not hidden and (mask is None or mask[n, b]):
                 seen.append(j)
         for head in range(heads if seen else 0):

@@ -14,6 +14,7 @@ from triton_worker import Run
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.position_attention.naive import position_attention_reference
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
+from uniprefill_fx.ops.spec import AttentionSpec
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 5e-6}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -119,7 +120,9 @@ def as_on_cuda(**arguments: Any) -> tuple[Tensor, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "position_attention", counted)
-        return cuda._attention(**arguments), len(ran)
+        names = ("q", "k", "v", "q_positions", "k_positions", "token_bounds")
+        operands = [arguments[name] for name in names]
+        return cuda._attention(*operands, *arguments["spec"].arguments()), len(ran)
 
 
 ROUTES = {  # whether the kernel runs, once for all requests, rather than SDPA
@@ -171,16 +174,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"q_positions": torch.arange(8)[None], "k_positions": torch.arange(8)},
         r"k_positions is torch\.int64 of shape \(8,\)",
     ),
-    "scale": ({"scale": -1.0}, "scale -1.0"),
-    "softcap": ({"softcap": 0.0}, "softcap 0.0"),
-    "window": ({"window": 0}, "window 0"),
+    "scale": ({"spec": AttentionSpec(scale=-1.0)}, "scale -1.0"),
+    "softcap": ({"spec": AttentionSpec(softcap=0.0)}, "softcap 0.0"),
+    "window": ({"spec": AttentionSpec(window=0)}, "window 0"),
     "shared heads": ({"tiles": Tiles(64, 64, 4, 1, heads=2)}, "2 heads in a tile"),
 }
 
 
 @pytest.mark.parametrize("options, message", BAD.values(), ids=BAD.keys())
 def test_refusals_say_what_was_wanted(run: Run, options: dict[str, Any], message: str) -> None:
-    names = "q_positions k_positions token_bounds key_mask scale window chunk".split()
-    good: dict[str, Any] = dict.fromkeys(names) | {name: torch.zeros(1, 2, 8, 16) for name in "qkv"}
+    good: dict[str, Any] = dict.fromkeys(("q_positions", "k_positions", "token_bounds"))
+    good |= {name: torch.zeros(1, 2, 8, 16) for name in "qkv"} | {"spec": AttentionSpec()}
     with pytest.raises(ValueError, match=message):
         run(position_attention, **(good | options))

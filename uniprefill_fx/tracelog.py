@@ -24,10 +24,10 @@ def decisions(plan: Plan, seconds: dict[str, float]) -> dict[str, Any]:
         "layers": plan.num_layers,
         "prefill": plan.prefill,
         "attention": {
-            attention.layer: str(attention.mask) if attention.mask else str(attention.refusal)
+            attention.layer: str(attention.refusal) if attention.spec is None else attention.kind
             for attention in plan.attention_nodes
         },
-        "drops": {drop.attention.layer: {"p": drop.p, "keep_ratio": drop.keep_ratio} for drop in plan.drops},
+        "drops": {drop.attention.layer: {"p": drop.spec.p, "keep_ratio": drop.spec.keep_ratio} for drop in plan.drops},
         "refusals": [str(refusal) for refusal in plan.refusals],
         "seconds": {name: round(s, 4) for name, s in seconds.items()},
     }

@@ -11,6 +11,8 @@ hold, whatever the prompt's length.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from torch import Tensor
 from uniprefill_fx.kernels.checks import check_attention
 from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
+from uniprefill_fx.ops.spec import AttentionSpec
 
 
 @triton.jit
@@ -194,49 +197,32 @@ def position_attention(
     q_positions: Tensor | None,
     k_positions: Tensor | None,
     token_bounds: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-    chunk_start: Tensor | None = None,
+    spec: AttentionSpec,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Causal attention in which a row's place is its position, not its index in the tensor.
 
-    Query position a sees key position b when b <= a, and a - b < window, and both lie in one chunk (counted from
-    chunk_start), and key_mask[b], and sequence_ids[a] == sequence_ids[b], and neither is padding. A query
-    that sees nothing gives 0.
+    A query that sees nothing gives 0.
 
     Args:
         q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim):
             one dtype of float32, float16 and bfloat16, any strides but 1 in the last dimension; dims up to 256.
         q_positions, k_positions: (batch or 1, queries), (batch or 1, keys) int64, strictly ascending, except for
-        leading -1,
-            which mark padding. Unless both are there, the keys are 0, 1, ..., and the queries are the last of them.
+            leading -1, which mark padding. Unless both are there, the keys are 0, 1, ..., and the queries are the last
+            of them.
         token_bounds: (batch, 2) integers: the first row of each request and the one past its last, when queries and
-        keys are
-            the same rows; the others are padding. None: there is no padding but that of the positions. May lie on the
-            CPU; where it lies on the device, the host does not read it.
-        key_mask: (batch or 1, positions) bool, False where a token is padding.
-        scale: positive factor on the logits; None: head_dim ** -0.5. window, chunk: at least 1.
-        softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
-        sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
-        bias: (batch or 1, heads, 1, positions) or (heads, 1, positions), added to the logits by head and key position.
-        sequence_ids: (batch or 1, positions) integers, equal for the tokens of one prompt where several are packed in
-        a row.
-        chunk_start: (batch or 1,) int64, the position at which the chunks of a row begin; None: 0.
+            keys are the same rows; the others are padding. None: there is no padding but that of the positions.
+            May lie on the CPU; where it lies on the device, the host does not read it.
+        spec: which keys a query sees, and the terms of its logits; scale positive, window and chunk at least 1.
         tiles: for measurements; `attention_tiles` otherwise. Their heads must divide a group, and with a bias be 1.
 
     Returns:
         (batch, heads, queries, v_dim) in the dtype of q, laid out as (batch, queries, heads, v_dim). Accumulation,
         softmax and sums are float32; the weights are rounded to the dtype of v before they multiply it.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_attention(q, k, v, token_bounds, q_positions, k_positions, scale, window, chunk, softcap)
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    check_attention(q, k, v, token_bounds, q_positions, k_positions, replace(spec, scale=scale))
+    key_mask, sinks, bias, chunk_start = spec.key_mask, spec.sinks, spec.bias, spec.chunk_start
     dtype = q.dtype
     if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
@@ -244,10 +230,12 @@ def position_attention(
     groups = heads // kv_heads
     if tiles is None:
         shared = 1 if bias is not None else groups  # heads with a bias of their own do not share a tile
-        tiles = attention_tiles(head_dim, v_dim, q.element_size(), queries, shared, window, shared_memory(q.device))
+        tiles = attention_tiles(
+            head_dim, v_dim, q.element_size(), queries, shared, spec.window, shared_memory(q.device)
+        )
     if groups % tiles.heads or (bias is not None and tiles.heads > 1):
         raise ValueError(f"{tiles.heads} heads in a tile, groups of {groups}: wanted a divisor; 1 with a bias")
-    sequence_ids = None if sequence_ids is None else sequence_ids.int()
+    sequence_ids = None if spec.sequence_ids is None else spec.sequence_ids.int()
     by_position, same_rows, key_sequence_ids = False, False, sequence_ids
     by_head = None if bias is None else bias.reshape(-1, heads, bias.shape[-1])
     if q_positions is not None and k_positions is not None:
@@ -267,7 +255,7 @@ def position_attention(
         _attention_kernel[grid](
             q, k, v, out, pointer(q_positions), pointer(k_positions), pointer(token_bounds), pointer(key_mask),
             pointer(sinks), pointer(by_head), pointer(sequence_ids), pointer(key_sequence_ids), pointer(chunk_start),
-            queries, keys, scale, softcap or 1.0, window or 0, chunk or 0,
+            queries, keys, scale, spec.softcap or 1.0, spec.window or 0, spec.chunk or 0,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
             _batch_stride(q_positions), _batch_stride(k_positions), _batch_stride(key_mask),
             _batch_stride(by_head), 0 if by_head is None else by_head.shape[2],
@@ -275,8 +263,8 @@ def position_attention(
             GROUPS=groups, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
             V_DIM=v_dim, V_PAD=max(16, triton.next_power_of_2(v_dim)),
             SPANS=token_bounds is not None, SLOTS=by_position, SAME_ROWS=same_rows,
-            WINDOW=window is not None, CHUNK=chunk is not None, KEY_MASK=key_mask is not None,
-            SOFTCAP=softcap is not None, SINKS=sinks is not None, BIAS=bias is not None,
+            WINDOW=spec.window is not None, CHUNK=spec.chunk is not None, KEY_MASK=key_mask is not None,
+            SOFTCAP=spec.softcap is not None, SINKS=sinks is not None, BIAS=bias is not None,
             SEGMENTS=sequence_ids is not None, CHUNK_STARTS=chunk_start is not None,
             ROWS=tiles.rows, HEADS=tiles.heads, KEYS=tiles.keys, STAGES=tiles.stages,
             num_warps=tiles.warps, maxnreg=tiles.registers,

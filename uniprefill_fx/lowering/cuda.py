@@ -5,6 +5,8 @@ What a kernel does not cover (float64 scores, unusual block sizes) stays with pl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
 from uniprefill_fx.ops import attention, scoring
+from uniprefill_fx.ops.spec import AttentionSpec
 
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
 
@@ -63,37 +66,22 @@ def _select(
 
 
 @attention.attention.register_kernel("cuda")
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    token_bounds: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-    chunk_start: Tensor | None = None,
-) -> Tensor:
-    terms = attention.Terms(key_mask, scale, window, chunk, softcap, sinks, bias, sequence_ids, chunk_start)
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    q_positions, k_positions, token_bounds = rest[:3]
+    spec = AttentionSpec(*rest[3:])
     queries, keys = q.shape[2], k.shape[2]
     by_request = (
         token_bounds is None and k_positions is not None and k_positions.shape[0] > 1
     )  # such positions hold padding
     # SDPA has the faster kernels where it needs no mask, also request by request. A single query that sees all keys
     # has too little work for ours, which gives each head to one multiprocessor.
-    fast = terms.plain and not terms.masked and not by_request and queries == keys
-    step = queries == 1 and (by_request or (window is None and chunk is None))
-    if fast or step or not _covered(q, k, v, scale):
-        return attention.attention_reference(q, k, v, q_positions, k_positions, token_bounds, *terms)
+    fast = spec.plain and not spec.masked and not by_request and queries == keys
+    step = queries == 1 and (by_request or spec.full)
+    if fast or step or not _covered(q, k, v, spec.scale):
+        return attention.attention_reference(q, k, v, q_positions, k_positions, token_bounds, spec)
     if token_bounds is not None and token_bounds.tolist() == [[0, keys]] * q.shape[0]:
         token_bounds = None
-    return position_attention(q, k, v, q_positions, k_positions, token_bounds, *terms)
+    return position_attention(q, k, v, q_positions, k_positions, token_bounds, spec)
 
 
 def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:

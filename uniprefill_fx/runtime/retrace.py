@@ -10,7 +10,7 @@ from torch import fx
 from torch._dynamo import exc
 
 from uniprefill_fx.passes.analyze.plan import Plan
-from uniprefill_fx.passes.node_utils import expression, meta
+from uniprefill_fx.passes.node_utils import shape
 
 
 class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):
@@ -34,13 +34,11 @@ def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]
     Raises:
         TraceAgain: inputs were marked.
     """
-    fresh = [s for s in plan.attention_nodes if not s.stored]
+    # of attention that was refused, too: understood or not may depend on the numbers
+    fresh = [a for a in plan.attention_nodes if not a.cached and len(shape(a.q) or ()) > a.layout.tokens]
     if not plan.prefill or not fresh:
         return
-    shapes = [shape for attention in fresh if len(shape := meta(attention.q).shape) == 4]
-    if not shapes:
-        return  # attention that was refused, over operands of another kind
-    batch, _, length, _ = map(expression, shapes[0])
+    batch, length = fresh[0].batch, fresh[0].num_queries
     wanted = [int(size) for size in (length, batch) if not size.free_symbols and size > 1]
     if not wanted or length == 1:
         return

@@ -113,12 +113,12 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
     plan = watch.done.plan
     drops = []
     for i, (drop, found) in enumerate(zip(plan.drops, watch.found, strict=True)):
-        p = arguments(done.changed, i, len(plan.drops)).get("p", drop.p)
+        p = arguments(done.changed, i, len(plan.drops)).get("p", drop.spec.p)
         allowed = None if p is None else 1.0 - p
         drops.append(replace(found, layer=drop.attention.layer, allowed=allowed))
     drift: dict[int, float] = {}
     alive: Tensor | None = None
-    understood = [attention.layer for attention in plan.attention_nodes if attention.mask is not None]
+    understood = [attention.layer for attention in plan.attention_nodes if attention.spec is not None]
     if len(dense) == len(watch.written) == len(understood):  # one attention op for each attention, in the same order
         for layer, full, few in zip(understood, dense, watch.written, strict=True):
             drift[layer] = max(_relative(a, b, alive) for a, b in zip(full, few, strict=True))

@@ -86,7 +86,7 @@ class Report:
         """How much each drop layer keeps, as "p=0.9" or "keep_ratio=0.5": as compiled, or as `override()` had it."""
         out = {}
         for i, drop in enumerate(self.plan.drops):
-            values = {"p": drop.p, "keep_ratio": drop.keep_ratio}
+            values = {"p": drop.spec.p, "keep_ratio": drop.spec.keep_ratio}
             if self.call is not None:
                 values |= arguments(self.call.changed, i, len(self.plan.drops))
             assert drop.attention.layer is not None
@@ -142,7 +142,7 @@ class Report:
         lines.append(f"{'layer':>5}  {'attention':<28} {'rows in':>9}  {'drop after it'}")
         for layer in range(plan.num_layers):
             attention = attention_nodes.get(layer)
-            kind = "no attention" if attention is None else str(attention.mask) if attention.mask else "not understood"
+            kind = "no attention" if attention is None else attention.kind
             rows = str(call.num_tokens[layer]) if call is not None and call.num_tokens else str(tokens or "")
             decision = ""
             if layer in amounts:

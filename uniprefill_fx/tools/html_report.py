@@ -121,11 +121,7 @@ def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
         out.append(
             {
                 "index": layer,
-                "attention": "no attention"
-                if attention is None
-                else str(attention.mask)
-                if attention.mask
-                else "not understood",
+                "attention": "no attention" if attention is None else attention.kind,
                 "rows": rows,
                 "share": rows / call.tokens if call is not None and call.tokens and rows is not None else None,
                 "drop": decision,

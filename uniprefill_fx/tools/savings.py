@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from uniprefill_fx.config import PrefillConfig
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode
 from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import decoder_layer, is_op, meta, name_of, shape
 from uniprefill_fx.runtime.last_call import LastCall
 
@@ -83,12 +83,12 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
     everything = [torch.arange(past - first) for first, past in call.token_bounds]
     alive = everything
     for attention in plan.attention_nodes:
-        if attention.mask is not None:
+        if attention.spec is not None:
             dense[attention.layer] = dense.get(attention.layer, 0.0) + _attention(attention, everything)
             flops[attention.layer] = flops.get(attention.layer, 0.0) + _attention(attention, alive)
         if attention.layer in drops:
             last_n = call.changed.get("last_n", config.last_n)
-            heads, dim = int(meta(attention.q).shape[1]), int(meta(attention.q).shape[3])
+            heads, dim = attention.num_heads, attention.head_dim
             flops[attention.layer] += 2.0 * heads * dim * sum(min(last_n, len(own)) * len(own) for own in alive)
             bounds, kept = (
                 itertools.pairwise(call.cu_seqlens[attention.layer]),
@@ -98,7 +98,7 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
     stores = _stores(gm.graph) or [
         (attention.k.name, _row_bytes(attention.k, attention.v), None)
         for attention in plan.attention_nodes
-        if attention.mask
+        if attention.spec
     ]
     kv = sum(prompts * each * _capped(rows[levels.get(name, 0)], most) for name, each, most in stores)
     dense_kv = sum(prompts * each * _capped(total, most) for _, each, most in stores)
@@ -127,20 +127,20 @@ def _product(
 
 def _attention(attention: AttentionNode, positions: Sequence[Tensor]) -> float:
     """FLOPs of one attention over the rows at these original positions of each prompt."""
-    assert attention.mask is not None
-    heads = int(meta(attention.q).shape[1])
-    dims = int(meta(attention.q).shape[3]) + int(meta(attention.v).shape[3])
+    assert attention.spec is not None
+    heads = attention.num_heads
+    dims = attention.head_dim + attention.v_dim
     return 2.0 * heads * dims * sum(_pairs(attention, own) for own in positions)
 
 
 def _pairs(attention: AttentionNode, positions: Tensor) -> int:
     """(query, key) pairs that the mask of an attention op lets through; positions ascend."""
-    assert attention.mask is not None
+    assert attention.spec is not None
     first = torch.zeros_like(positions)  # the first position that a query sees
-    if attention.mask.window is not None:
-        first = (positions - attention.mask.window + 1).clamp(min=0)
-    elif attention.mask.chunk is not None:
-        first = positions // attention.mask.chunk * attention.mask.chunk
+    if attention.spec.window is not None:
+        first = (positions - attention.spec.window + 1).clamp(min=0)
+    elif attention.spec.chunk is not None:
+        first = positions // attention.spec.chunk * attention.spec.chunk
     seen = torch.arange(1, len(positions) + 1) - torch.searchsorted(positions, first)
     return int(seen.sum())
 

@@ -13,7 +13,7 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, interiors
+from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.node_utils import index_of, is_op, meta, name_of, shape, token_dims
 
 

@@ -6,7 +6,7 @@ begins. Nodes that do not depend on a drop stay at level 0 and are gathered wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,9 +14,9 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, interiors
 from uniprefill_fx.passes.analyze.batch import request_dim
 from uniprefill_fx.passes.analyze.rowwise import check_rows
+from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, meta, name_of, token_dims
 from uniprefill_fx.timing import timed
@@ -47,8 +47,8 @@ class GatherRule:
     batch_dim: int | None = None
 
 
-@timed("levels")
-def levels(
+@timed("drop levels")
+def drop_levels(
     graph: fx.Graph,
     attention_nodes: Sequence[AttentionNode],
     drops: Sequence[AttentionNode],
@@ -60,16 +60,18 @@ def levels(
     Raises:
         RefusalError: a node cannot run on fewer rows without changing what it means.
     """
-    begins = {attention.node: i + 1 for i, attention in enumerate(drops)}
-    late = _written_later(graph, tokens, begins, head_region)
-    found: dict[fx.Node, int] = {}
+    begins = {attention.output: i + 1 for i, attention in enumerate(drops)}
     attention_of = {attention.node: attention for attention in attention_nodes}
+    late = _written_later(graph, tokens, begins, head_region, attention_of)
+    found: dict[fx.Node, int] = {}
     interior = interiors(attention_nodes)
+    stores = {node for attention in attention_nodes for node in attention.cache_writes}
     for node in graph.nodes:
-        inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in head_region]
+        inputs = [max(found[n], begins.get(n, 0)) for n in _read_by(node, attention_of) if n not in head_region]
         found[node] = 0 if node in head_region or node.op == "output" else max(inputs, default=0)
         found[node] = max(found[node], late.get(node, 0))
-        if found[node] and node not in attention_of and node not in late and node not in interior:
+        known = node in attention_of or node in interior or node in stores or node in late
+        if found[node] and not known:
             check_rows(node, found, tokens, tokens)
         if found[node] and node in attention_of and not attention_of[node].is_prefill:
             why = attention_of[node].refusal or "its keys are not those of its queries"
@@ -79,18 +81,31 @@ def levels(
                 "drop tokens in later layers only, or in none",
                 attention_of[node].layer,
             )
-    _check_writes(graph, found, tokens)
+    _check_writes(graph, found, tokens, stores | interior)
+    _check_outputs(attention_nodes, found)
     return found
 
 
+def _read_by(node: fx.Node, attention_of: Mapping[fx.Node, AttentionNode]) -> Collection[fx.Node]:
+    """The nodes whose values a node reads: of attention its operands, and not the tensor that it writes."""
+    attention = attention_of.get(node)
+    if attention is None or attention.spec is None:
+        return node.all_input_nodes
+    return (attention.q, attention.k, attention.v)
+
+
 def _written_later(
-    graph: fx.Graph, tokens: sympy.Symbol, begins: dict[fx.Node, int], head_region: frozenset[fx.Node]
+    graph: fx.Graph,
+    tokens: sympy.Symbol,
+    begins: dict[fx.Node, int],
+    head_region: frozenset[fx.Node],
+    attention_of: Mapping[fx.Node, AttentionNode],
 ) -> dict[fx.Node, int]:
     """Buffers that are filled at level 0 and first written at a later one: they are made where they are written."""
     rough: dict[fx.Node, int] = {}
     late: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in node.all_input_nodes]
+        inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in _read_by(node, attention_of)]
         rough[node] = 0 if node in head_region else max(inputs, default=0)
         for buffer in written_nodes(node):
             if name_of(buffer) in FILLS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
@@ -98,10 +113,10 @@ def _written_later(
     return late
 
 
-def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
+def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol, known: Collection[fx.Node]) -> None:
     """Refuse a write that reaches, by aliasing, a value which another level reads through its own gathered copy."""
     for node in graph.nodes:
-        for target in written_nodes(node):
+        for target in written_nodes(node) if node not in known else ():
             for alias in aliases(target):
                 if found[node] and alias.op == "placeholder":
                     raise refuse(
@@ -117,7 +132,25 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
                     )
 
 
-@timed("gather_rules")
+def _check_outputs(attention_nodes: Sequence[AttentionNode], found: dict[fx.Node, int]) -> None:
+    """Refuse attention that writes its result into a tensor which anybody sees under another name afterwards."""
+    for attention in attention_nodes:
+        if attention.written_output is None or attention.spec is None:
+            continue
+        behind = False
+        for node in attention.node.graph.nodes:
+            named = [n for n in node.all_input_nodes if n in aliases(attention.written_output)]
+            if behind and any(n is not attention.written_output and found[n] != found[node] for n in named):
+                raise refuse(
+                    Category.MUTATION,
+                    f"`{node.name}` reads a view of what the attention wrote, taken before the write",
+                    "such a layer stays dense",
+                    attention.layer,
+                )
+            behind |= node is attention.node
+
+
+@timed("gather rules")
 def gather_rules(
     graph: fx.Graph,
     attention_nodes: Sequence[AttentionNode],
@@ -130,13 +163,15 @@ def gather_rules(
     Raises:
         RefusalError: it can be neither gathered nor made again.
     """
-    understood = [attention for attention in attention_nodes if attention.mask is not None]
+    understood = [attention for attention in attention_nodes if attention.spec is not None]
+    outputs = {attention.output for attention in understood}
     interior = interiors(attention_nodes)
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in interior}
     for attention in understood:
         reads[attention.node] = {attention.q, attention.k, attention.v}
-        slopes = attention.mask.alibi[0] if attention.mask is not None and attention.mask.alibi is not None else None
-        for operand in (attention.bias, attention.sinks, slopes):  # read whole, by position, at every level
+        slopes = attention.alibi[0] if attention.alibi is not None else None
+        terms = (attention.spec.bias, attention.spec.sinks, slopes) if attention.spec is not None else ()
+        for operand in terms:  # read whole, by position, at every level
             if operand is not None and found[operand]:
                 raise refuse(
                     Category.ATTENTION,
@@ -152,7 +187,7 @@ def gather_rules(
                 continue
             sizes = meta(read).shape
             name = name_of(read)
-            if name in FILLS or (name == "arange" and row_numbers(read, found)):
+            if (name in FILLS and read not in outputs) or (name == "arange" and row_numbers(read, found)):
                 moves[read] = GatherRule(Move.REPEAT)
             elif len(dims) == 1 and expression(sizes[dims[0]]) == tokens:
                 moves[read] = GatherRule(Move.GATHER, dims[0], request_dim(read, dims[0], batch))

@@ -39,7 +39,7 @@ class LatentKV:
     region: tuple[fx.Node, ...]
 
 
-def expansion(
+def latent_kv(
     ends: Sequence[fx.Node], is_root: Callable[[fx.Node], bool], tokens: sympy.Symbol, count: sympy.Expr
 ) -> LatentKV:
     """The expansion of cache rows to `ends`, the keys and values of one attention.

@@ -12,8 +12,8 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode
-from uniprefill_fx.passes.analyze.latent_kv import expansion
+from uniprefill_fx.passes.analyze.latent_kv import latent_kv
+from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import arguments, index_of, is_op, meta, name_of, shape, token_dims
 from uniprefill_fx.timing import timed
@@ -158,7 +158,7 @@ def _check_cache(
     for attention in attention_nodes if layers else ():
         if not level[attention.node]:
             continue
-        roots = expansion((attention.k, attention.v), of_row.__contains__, tokens, tokens).roots
+        roots = latent_kv((attention.k, attention.v), of_row.__contains__, tokens, tokens).roots
         read = {of_row[root] for root in roots}
         shared = any(level[layer] < level[attention.node] for layer in read)
         if len(read) != 1 or (shared and any(layer.args[0] not in noted for layer in read)):
@@ -169,7 +169,7 @@ def _check_cache(
                 attention.layer,
             )
         own = not shared and set(roots) == {attention.k, attention.v}
-        if config.window == "index" and not own and attention.mask is not None and not attention.mask.full:
+        if config.window == "index" and not own and attention.spec is not None and not attention.full:
             raise refuse(
                 Category.CACHE,
                 "window='index' over keys that are computed from a cache, or shared",

@@ -15,24 +15,25 @@ from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, find_attention_nodes, token_count
+from uniprefill_fx.ops.spec import DropSpec
+from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes, token_count
 from uniprefill_fx.passes.analyze.batch import mixed_along
 from uniprefill_fx.passes.analyze.decoder_end import check_decoder_end, in_layers, layers_root
-from uniprefill_fx.passes.analyze.drop_levels import GatherRule, gather_rules, levels
+from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, gather_rules
 from uniprefill_fx.passes.analyze.outputs import Exposure, Output, exposure_of, head_region_of, read_outputs, rows_shown
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
+from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import decoder_layer, expression, is_op, meta, name_of, peel, shape, token_dims
 
 
 @dataclass(frozen=True)
 class Drop:
-    """One drop: after which attention, how much stays, and what dropped tokens are frozen to."""
+    """One drop: after which attention, what dropped tokens are frozen to, and how tokens are selected."""
 
     attention: AttentionNode
     residual: fx.Node
-    p: float | None
-    keep_ratio: float | None
+    spec: DropSpec
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None
         if error.refusal not in refusals:
             refusals.append(error.refusal)
         stored = any(is_op(node, "logical_view") for node in graph.nodes)
-        later = any(attention.mask is not None and attention.mask.offset != 0 for attention in attention_nodes)
+        later = any(attention.spec is not None and attention.offset != 0 for attention in attention_nodes)
         return Plan(attention_nodes, num_layers, tuple(refusals), past=stored or later)
 
 
@@ -119,7 +120,7 @@ def _plan(
 ) -> Plan:
     tokens = token_count(list(attention_nodes))
     batch = _batch(attention_nodes, tokens)
-    key_masks = [s.mask.key_mask for s in attention_nodes if s.mask]
+    key_masks = [a.spec.key_mask for a in attention_nodes if a.spec]
     masks = tuple(dict.fromkeys(_padding_input(mask) for mask in key_masks if mask is not None))
     padding = masks[0] if len(masks) == 1 and None not in key_masks else None
     ancestry = Ancestry(graph)
@@ -131,7 +132,7 @@ def _plan(
     if exposure is Exposure.NONE:
         head_region = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
     else:
-        check_decoder_end(graph, [s.node for s in attention_nodes], end, head_region, ancestry)
+        check_decoder_end(graph, [a.node for a in attention_nodes], end, head_region, ancestry)
     config, elsewhere = _in_this_graph(graph, attention_nodes, config)
     refusals += elsewhere
     chosen = choose_layers(attention_nodes, num_layers, config)
@@ -143,11 +144,10 @@ def _plan(
             refusals.append(error.refusal)
             continue
         _check_prompts(residual, attention, tokens)
-        p, ratio = config.kept_for(i, len(chosen))
-        drops.append(Drop(attention, residual, p, ratio))
+        drops.append(Drop(attention, residual, drop_spec(config, i, len(chosen))))
     if not drops:
         raise RefusalError(refusals[-1]) if refusals else _nowhere_to_drop(config)
-    level = levels(graph, attention_nodes, [d.attention for d in drops], tokens, head_region)
+    level = drop_levels(graph, attention_nodes, [d.attention for d in drops], tokens, head_region)
     moves = gather_rules(graph, attention_nodes, level, tokens, batch)
     outputs = read_outputs(graph, attention_nodes, level, head_region, end, tokens, config)
     return Plan(
@@ -165,19 +165,30 @@ def _plan(
         exposure,
         padding,
         () if padding is not None else masks,
-        tuple(dict.fromkeys(s.mask.sequence_ids for s in attention_nodes if s.mask and s.mask.sequence_ids)),
-        tuple(dict.fromkeys(t for s in attention_nodes if s.mask for t in sorted(s.mask.causal_buffers))),
+        tuple(dict.fromkeys(a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids)),
+        tuple(dict.fromkeys(t for a in attention_nodes for t in sorted(a.causal_buffers))),
         batch,
         mixed_along(graph, attention_nodes, level, tokens, batch),
         shown,
     )
 
 
+SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
+
+
+def drop_spec(config: PrefillConfig, index: int, count: int) -> DropSpec:
+    """How the index-th of `count` drops selects tokens."""
+    # an argument of the selection, which every call replaces with "auto": any number will do in the graph
+    block_size = 64 if config.block_size == "auto" else config.block_size
+    dtype = SCORE_DTYPES[config.score_dtype]
+    return DropSpec(config.last_n, config.sink_tokens, block_size, dtype, *config.kept_for(index, count))
+
+
 def _in_this_graph(
     graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], config: PrefillConfig
 ) -> tuple[PrefillConfig, list[Refusal]]:
     """The options without drop layers that lie in an earlier graph of the same forward, and why they don't drop."""
-    root = layers_root([s.node for s in attention_nodes])
+    root = layers_root([a.node for a in attention_nodes])
     first = min((decoder_layer(n) or 0 for n in graph.nodes if in_layers(n, root)), default=0)
     if first == 0:
         return config, []
@@ -214,7 +225,7 @@ def _check_prompts(stream: fx.Node, attention: AttentionNode, tokens: sympy.Symb
     """Refuse prompts that lie side by side in the axis of heads, where `products.unify_attention_form` sees none."""
     sizes = shape(stream) or ()
     prompts = sympy.prod(size for d, size in enumerate(sizes[:-1]) if d not in token_dims(stream, tokens))
-    if prompts != expression(meta(attention.q).shape[0]):
+    if prompts != attention.batch:
         raise refuse(
             Category.BATCH,
             f"a stream of shape {sizes}, whose prompts are part of the axis of heads",
@@ -225,7 +236,7 @@ def _check_prompts(stream: fx.Node, attention: AttentionNode, tokens: sympy.Symb
 
 def _batch(attention_nodes: tuple[AttentionNode, ...], tokens: sympy.Symbol) -> sympy.Expr:
     """1, or the symbol of the number of prompts: a number could be mistaken for another size of the model."""
-    batch = expression(meta(next(s for s in attention_nodes if s.is_prefill).q).shape[0])
+    batch = next(a for a in attention_nodes if a.is_prefill).batch
     if batch != 1 and (not isinstance(batch, sympy.Symbol) or batch == tokens):
         raise refuse(
             Category.BATCH,
@@ -244,7 +255,7 @@ def choose_layers(
         OptionError: `drop_layers` names a layer that has no full attention over the prompt.
         RefusalError: it names one whose attention was not understood in this graph.
     """
-    full = {s.layer: s for s in attention_nodes if s.is_prefill and s.mask is not None and s.mask.full}
+    full = {a.layer: a for a in attention_nodes if a.is_prefill and a.full}
     if config.drop_layers == "all":
         return list(full.values())
     if config.drop_layers == "auto":
@@ -254,9 +265,13 @@ def choose_layers(
         attention = by_layer.get(layer)
         if attention is not None and attention.refusal is not None:
             raise RefusalError(attention.refusal)
-        if attention is not None and attention.mask is not None and attention.mask.full and not attention.is_prefill:
-            keys = expression(meta(attention.k).shape[2])
-            raise refuse(Category.CACHE, f"attention over {keys} keys of a cache", "pass DynamicCache, or none", layer)
+        if attention is not None and attention.full and not attention.is_prefill:
+            raise refuse(
+                Category.CACHE,
+                f"attention over {attention.num_keys} keys of a cache",
+                "pass DynamicCache, or none",
+                layer,
+            )
         if layer not in full:
             raise OptionError(
                 "drop_layers",

@@ -8,7 +8,7 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode
+from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import name_of, shape, token_dims
 from uniprefill_fx.timing import timed

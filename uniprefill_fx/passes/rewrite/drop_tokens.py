@@ -22,6 +22,8 @@ drop a batch is a left-padded one, K columns for the request that keeps most; se
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,19 +31,20 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.ops.cache import NEVER
-from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, interiors
+from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.analyze.batch import request_dim
 from uniprefill_fx.passes.analyze.drop_levels import Move
 from uniprefill_fx.passes.analyze.outputs import Treatment
 from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import written_nodes
-from uniprefill_fx.passes.node_utils import autocast, expression, is_op, meta, token_dims
+from uniprefill_fx.passes.node_utils import expression, is_op, meta, token_dims
 from uniprefill_fx.passes.rewrite.alibi import alibi_bias
+from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands
 from uniprefill_fx.passes.rewrite.split import is_selected
 from uniprefill_fx.timing import timed
 
 ops = torch.ops.uniprefill
-SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
 
 
 @timed("rewrite")
@@ -56,10 +59,11 @@ class _Rewriter:
         self.gm, self.plan, self.config, self.tokens = gm, plan, config, plan.tokens
         self.graph = fx.Graph()
         self.value: dict[tuple[fx.Node, int], Any] = {}
-        self.drop_at = {drop.attention.node: i + 1 for i, drop in enumerate(plan.drops)}
+        self.drop_at = {drop.attention.output: i + 1 for i, drop in enumerate(plan.drops)}
         self.attention_at = {attention.node: attention for attention in plan.attention_nodes}
         self.interior = interiors(plan.attention_nodes)
-        self.windowed = {s.k for s in plan.attention_nodes if s.mask is not None and not s.mask.full}
+        self.windowed = {a.k for a in plan.attention_nodes if a.spec is not None and not a.full}
+        self.layout_of = {drop.attention.output: drop.attention.of_output for drop in plan.drops}
         self.count: list[Any] = []  # by level: number of rows, rows kept of the level before, positions, token_bounds
         self.kept_indices: list[Any] = [None]
         self.positions: list[Any] = []
@@ -92,8 +96,9 @@ class _Rewriter:
     def _emit(self, node: fx.Node) -> Any:
         level = self.plan.level[node]
         attention = self.attention_at.get(node)
-        if attention is not None and attention.mask is not None:
-            return self._attention(attention, level)
+        if attention is not None and attention.spec is not None:
+            self._attention(attention, level)
+            return self.value.get((node, level))
         if node in self.interior or is_op(
             node, "dropped_after_layer"
         ):  # dropped_after_layer are known at the end, see `_output`
@@ -137,7 +142,8 @@ class _Rewriter:
             return self._copy(node, level)  # a torch.Size, built from sizes
         begins = self.drop_at.get(node)
         if begins is not None:
-            return self._compact(self.at(node, level - 1), level, 2, 0 if self.several else None)
+            layout = self.layout_of[node]
+            return self._compact(self.at(node, level - 1), level, layout.tokens, layout.batch if self.several else None)
         gather_rule = self.plan.gather_rules.get(node)
         if gather_rule is None:
             return self.value[node, own]
@@ -159,9 +165,11 @@ class _Rewriter:
     # -- drops ------------------------------------------------------------------------------------------------------
 
     def _token_bounds(self) -> fx.Node:
-        q = meta(self.plan.drops[0].attention.q)
+        first = self.plan.drops[0].attention
+        q, batch = meta(first.q), first.layout.batch
         token_bounds = self.graph.placeholder("uniprefill_token_bounds")
-        token_bounds.meta["val"] = q.new_empty((q.shape[0], 2), dtype=torch.int64, device="cpu")
+        size = (1 if batch is None else q.shape[batch], 2)
+        token_bounds.meta["val"] = q.new_empty(size, dtype=torch.int64, device="cpu")
         return token_bounds
 
     def _begin(self) -> None:
@@ -172,75 +180,43 @@ class _Rewriter:
         positions = self.graph.call_function(torch.arange, (count,), {"device": device})
         self.positions.append(self.graph.call_method("unsqueeze", (positions, 0)))
 
-    def _attention(self, attention: AttentionNode, level: int) -> fx.Node:
-        assert attention.mask is not None
-        operands = [self.at(n, level) for n in (attention.q, attention.k, attention.v)]
-        q, k, v = autocast(self.graph, operands, meta(attention.q).device)
+    def _attention(self, attention: AttentionNode, level: int) -> None:
+        spec = attention.spec
+        assert spec is not None
         positions = None
         if level:
-            index = not attention.mask.full and self.config.window == "index"
+            index = not spec.full and self.config.window == "index"
             positions = self._index_positions(level) if index else self.positions[level]
-        # sinks and bias are by head and by position: whole at every level
-        terms = (attention.softcap, self.at(attention.sinks, 0), self._bias(attention))
-        out = self.graph.call_function(
-            ops.attention.default,
-            (
-                q,
-                k,
-                v,
-                positions,
-                positions,
-                self.token_bounds[level],
-                None,
-                attention.scale,
-                attention.mask.window,
-                attention.mask.chunk,
-                *terms,
-            ),
-            {"chunk_start": self.at(attention.mask.chunk_start, 0)},
-        )
-        out.meta = {
-            key: attention.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in attention.node.meta
-        }
-        ordinal = self.drop_at.get(attention.node)
+        # terms are by head and by position: whole at every level; padding is what the bounds say
+        spec = replace(spec, bias=None, key_mask=None, sequence_ids=None).map(lambda term: self.at(term, 0))
+        spec = replace(spec, bias=self._bias(attention))
+        operands = attention_operands(self.graph, attention, [self.at(n, level) for n in _operands(attention)])
+        out = attention_op(self.graph, attention, operands, (positions, positions, self.token_bounds[level]), spec)
+        self.value[attention.output, level] = out
+        ordinal = self.drop_at.get(attention.output)
         if ordinal is not None:
-            self._drop(ordinal, q, k, attention.scale, terms)
-        return out
+            self._drop(ordinal, operands, spec)
 
     def _bias(self, attention: AttentionNode) -> Any:
-        if attention.mask is None or attention.mask.alibi is None:
-            return self.at(attention.bias, 0)
-        if attention.mask.alibi not in self.biases:
-            slopes, factor = attention.mask.alibi
+        assert attention.spec is not None
+        if attention.alibi is None:
+            return self.at(attention.spec.bias, 0)
+        if attention.alibi not in self.biases:
+            slopes, factor = attention.alibi
             device = meta(attention.q).device
-            self.biases[attention.mask.alibi] = alibi_bias(
-                self.graph, self.at(slopes, 0), factor, self.count[0], device
-            )
-        return self.biases[attention.mask.alibi]
+            self.biases[attention.alibi] = alibi_bias(self.graph, self.at(slopes, 0), factor, self.count[0], device)
+        return self.biases[attention.alibi]
 
-    def _drop(self, ordinal: int, q: fx.Node, k: fx.Node, scale: Any, terms: tuple[Any, Any, Any]) -> None:
-        drop, config, level = self.plan.drops[ordinal - 1], self.config, ordinal - 1
-        if scale is None:
-            scale = float(meta(drop.attention.q).shape[-1]) ** -0.5
-        token_bounds = self.token_bounds[level]
-        dtype = SCORE_DTYPES[config.score_dtype]
-        positions = None if terms[2] is None else self.positions[level]  # a bias is read by position
-        scores = self.graph.call_function(
-            ops.score.default, (q, k, token_bounds, scale, config.last_n, config.block_size, dtype, *terms, positions)
-        )
-        chosen = self.graph.call_function(
-            ops.select.default,
-            (
-                scores,
-                token_bounds,
-                self.token_bounds[0],
-                config.block_size,
-                config.last_n,
-                config.sink_tokens,
-                drop.p,
-                drop.keep_ratio,
-            ),
-        )
+    def _drop(self, ordinal: int, operands: Sequence[fx.Node], spec: AttentionSpec) -> None:
+        drop, level = self.plan.drops[ordinal - 1], ordinal - 1
+        bounds, how = self.token_bounds[level], drop.spec
+        scale = float(drop.attention.head_dim) ** -0.5 if spec.scale is None else spec.scale
+        positions = None if spec.bias is None else self.positions[level]  # a bias is read by position
+        q, k = operands[:2]
+        terms = (how.last_n, how.block_size, how.score_dtype, spec.softcap, spec.sinks, spec.bias, positions)
+        scores = self.graph.call_function(ops.score.default, (q, k, bounds, scale, *terms))
+        amounts = (how.block_size, how.last_n, how.sink_tokens, how.p, how.keep_ratio)
+        chosen = self.graph.call_function(ops.select.default, (scores, bounds, self.token_bounds[0], *amounts))
         for node in (scores, chosen):
             node.meta["uniprefill_drop"] = ordinal
         kept = self.graph.call_function(operator.getitem, (chosen, 0))
@@ -295,6 +271,10 @@ class _Rewriter:
                 value = self.graph.call_function(ops.restore.default, (frozen, value, *where))
             self.value[node, -1] = value
         return self.value[node, -1]
+
+
+def _operands(attention: AttentionNode) -> tuple[fx.Node, fx.Node, fx.Node]:
+    return attention.q, attention.k, attention.v
 
 
 def clean(gm: fx.GraphModule) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import uniprefill_fx.ops  # noqa: F401  (registers the operators)
 from uniprefill_fx.errors import RefusalError
-from uniprefill_fx.passes.analyze.latent_kv import LatentKV, expansion
+from uniprefill_fx.passes.analyze.latent_kv import LatentKV, latent_kv
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, name_of
 
 Keys = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ def traced(compute: Callable[[Tensor, Tensor], Keys]) -> tuple[fx.Graph, Any]:
 def expanded(compute: Callable[[Tensor, Tensor], Keys]) -> LatentKV:
     graph, tokens = traced(compute)
     ends: Any = graph.output_node().args[0]
-    return expansion(ends, lambda node: is_op(node, "logical_view"), tokens, tokens)
+    return latent_kv(ends, lambda node: is_op(node, "logical_view"), tokens, tokens)
 
 
 def test_keys_that_are_stored_as_they_are_need_nothing() -> None:
