@@ -100,6 +100,11 @@ def is_op(node: fx.Node, name: str) -> bool:
     return node.op == "call_function" and node.target in (packet, packet.default)
 
 
+def is_selected(node: fx.Node) -> bool:
+    """Whether a node is one of the two results of a `select`."""
+    return any(is_op(parent, "select") for parent in node.all_input_nodes)
+
+
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
     """A graph module with a copy of the graph (its nodes in the same order) over the same parameters."""
     graph = fx.Graph()

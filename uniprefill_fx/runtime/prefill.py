@@ -18,9 +18,9 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.lowering.pieces import CompiledPiece
 from uniprefill_fx.passes.analyze.outputs import Exposure
 from uniprefill_fx.passes.analyze.plan import Plan
-from uniprefill_fx.passes.node_utils import expression, is_op, meta, shape
+from uniprefill_fx.passes.node_utils import expression, is_op, is_selected, meta, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
-from uniprefill_fx.passes.rewrite.split import Piece, is_selected
+from uniprefill_fx.passes.rewrite.split import Piece
 from uniprefill_fx.runtime.last_call import LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
 from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._dynamo import exc
 
-from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import shape
 
 
@@ -23,8 +23,8 @@ class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnal
         super().__init__(restart_reason=f"uniprefill: {reason}")
 
 
-def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Mark the token axes of a static prefill graph's inputs as dynamic and trace again; at most once an input.
+def trace_symbolic(gm: fx.GraphModule, attention: Sequence[AttentionNode], example_inputs: Sequence[Any]) -> None:
+    """Mark the token axes of a prompt's static graph's inputs as dynamic and trace again; at most once an input.
 
     In a batch of prompts, mark its axis too: rows of requests can only be told from other axes by their own symbol.
     The prompt length and the batch are those of the queries of the first attention. Which inputs hold them, tracing
@@ -35,8 +35,8 @@ def trace_symbolic(plan: Plan, gm: fx.GraphModule, example_inputs: Sequence[Any]
         TraceAgain: inputs were marked.
     """
     # of attention that was refused, too: understood or not may depend on the numbers
-    fresh = [a for a in plan.attention_nodes if not a.cached and len(shape(a.q) or ()) > a.layout.tokens]
-    if not plan.prefill or not fresh:
+    fresh = [a for a in attention if not a.cached and len(shape(a.q) or ()) > a.layout.tokens]
+    if not fresh:
         return
     batch, length = fresh[0].batch, fresh[0].num_queries
     wanted = [int(size) for size in (length, batch) if not size.free_symbols and size > 1]

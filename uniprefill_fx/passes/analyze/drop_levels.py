@@ -19,7 +19,6 @@ from uniprefill_fx.passes.analyze.rowwise import check_rows
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, meta, name_of, token_dims
-from uniprefill_fx.timing import timed
 
 FILLS = frozenset(
     "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like".split()
@@ -47,7 +46,6 @@ class GatherRule:
     batch_dim: int | None = None
 
 
-@timed("drop levels")
 def drop_levels(
     graph: fx.Graph,
     attention_nodes: Sequence[AttentionNode],
@@ -150,7 +148,6 @@ def _check_outputs(attention_nodes: Sequence[AttentionNode], found: dict[fx.Node
             behind |= node is attention.node
 
 
-@timed("gather rules")
 def gather_rules(
     graph: fx.Graph,
     attention_nodes: Sequence[AttentionNode],

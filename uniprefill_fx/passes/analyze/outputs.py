@@ -16,7 +16,6 @@ from uniprefill_fx.passes.analyze.latent_kv import latent_kv
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import arguments, index_of, is_op, meta, name_of, shape, token_dims
-from uniprefill_fx.timing import timed
 
 
 class Treatment(StrEnum):
@@ -92,7 +91,6 @@ def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol
     return dim if before[dim] == after[dim] else None
 
 
-@timed("outputs")
 def read_outputs(
     graph: fx.Graph,
     attention_nodes: Sequence[AttentionNode],

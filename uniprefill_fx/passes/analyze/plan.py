@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,15 +16,16 @@ from torch import fx
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.ops.spec import DropSpec
-from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes, token_count
+from uniprefill_fx.passes.analyze.attention_nodes import token_count
 from uniprefill_fx.passes.analyze.batch import mixed_along
 from uniprefill_fx.passes.analyze.decoder_end import check_decoder_end, in_layers, layers_root
 from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, gather_rules
+from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens
 from uniprefill_fx.passes.analyze.outputs import Exposure, Output, exposure_of, head_region_of, read_outputs, rows_shown
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
-from uniprefill_fx.passes.node_utils import decoder_layer, expression, is_op, meta, name_of, peel, shape, token_dims
+from uniprefill_fx.passes.node_utils import decoder_layer, expression, meta, name_of, peel, shape, token_dims
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,13 @@ class Plan:
         return decoder and not self.past
 
 
-def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None = None) -> Plan:
+def make_plan(
+    gm: fx.GraphModule, attention: Sequence[AttentionNode], config: PrefillConfig, blocked: Refusal | None = None
+) -> Plan:
     """Analyse a Dynamo graph. Never raises for a graph it does not understand: the reasons are in the plan.
 
     Args:
+        attention: what `find_attention_nodes` found.
         blocked: a reason from outside the graph (gradients, a graph break) why nothing may be dropped.
 
     Raises:
@@ -95,7 +99,7 @@ def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None
             length).
     """
     graph = gm.graph
-    attention_nodes = tuple(find_attention_nodes(graph))
+    attention_nodes = tuple(attention)
     layers = [decoder_layer(n) for n in graph.nodes]
     num_layers = max((layer for layer in layers if layer is not None), default=len(attention_nodes) - 1) + 1
     refusals = [attention.refusal for attention in attention_nodes if attention.refusal is not None]
@@ -106,9 +110,7 @@ def make_plan(gm: fx.GraphModule, config: PrefillConfig, blocked: Refusal | None
     except RefusalError as error:
         if error.refusal not in refusals:
             refusals.append(error.refusal)
-        stored = any(is_op(node, "logical_view") for node in graph.nodes)
-        later = any(attention.spec is not None and attention.offset != 0 for attention in attention_nodes)
-        return Plan(attention_nodes, num_layers, tuple(refusals), past=stored or later)
+        return Plan(attention_nodes, num_layers, tuple(refusals), past=keys_of_earlier_tokens(graph, attention_nodes))
 
 
 def _plan(

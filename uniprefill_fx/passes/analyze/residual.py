@@ -11,12 +11,10 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import name_of, shape, token_dims
-from uniprefill_fx.timing import timed
 
 ADDS = frozenset({"add", "iadd", "add_"})
 
 
-@timed("residual stream")
 def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> list[tuple[fx.Node, fx.Node]]:
     """[(sum, residual)] in graph order: sums `x + f(x)` of two equal shapes with a token axis, and their x.
 

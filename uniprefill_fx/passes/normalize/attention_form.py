@@ -25,25 +25,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
+from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import meta, name_of, peel
-from uniprefill_fx.passes.rewrite.drop_tokens import clean
-from uniprefill_fx.timing import timed
 
 BETWEEN = frozenset("to float type_as contiguous clone dropout view reshape squeeze unsqueeze".split())
 LOGITS = BETWEEN | frozenset("mul truediv div add iadd sub masked_fill masked_fill_ where tanh".split())
 
 
-@timed("write products")
 def unify_attention_form(gm: fx.GraphModule) -> int:
     """Rewrite the products around attention in place; returns how many."""
     written = 0
-    for node in list(gm.graph.nodes):
-        if node.target is F.scaled_dot_product_attention and _ndim(node.args[:1]) == 3:
-            written += _fused(node)
-        elif name_of(node) == "softmax":
-            for product, scores in _products(node):
-                written += _einsum(product, scores) if name_of(product) == "einsum" else _matmul(product, scores)
+    # otherwise composite ops are taken apart in C++, where some fix symbolic sizes
+    with enable_python_dispatcher():
+        for node in list(gm.graph.nodes):
+            if node.target is F.scaled_dot_product_attention and _ndim(node.args[:1]) == 3:
+                written += _fused(node)
+            elif name_of(node) == "softmax":
+                for product, scores in _products(node):
+                    written += _einsum(product, scores) if name_of(product) == "einsum" else _matmul(product, scores)
     if written:
         clean(gm)
     return written

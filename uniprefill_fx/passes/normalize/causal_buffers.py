@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from uniprefill_fx.timing import timed
-
 MARK = "uniprefill_causal_buffer"  # key in the meta of a placeholder
 LARGEST = 1 << 14  # rows: larger ones are not looked at, each check reads them whole
 
@@ -34,7 +32,6 @@ class CausalBuffer:
         return bool(torch.where(lower, matrix == self.below, matrix == self.above).all())
 
 
-@timed("mark causal_buffers")
 def mark_causal_buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Note in the meta of every placeholder whether it is a buffer that holds a triangle."""
     placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")

@@ -25,12 +25,10 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from uniprefill_fx.passes.node_utils import meta
-from uniprefill_fx.timing import timed
 
 KEYS_ALONE = 1  # kind of mask: of keys, without a causal one
 
 
-@timed("expand layer ops")
 def expand_layer_ops(gm: fx.GraphModule) -> int:
     """Replace every such op that can be, in place; returns how many."""
     expanded = 0

@@ -20,10 +20,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from uniprefill_fx.passes.node_utils import expression, meta
-from uniprefill_fx.timing import timed
 
 
-@timed("write constants")
 def fold_constants(gm: fx.GraphModule) -> int:
     """Replace every float and every fixed size by its value, in place; returns how many nodes were."""
     replaced = 0

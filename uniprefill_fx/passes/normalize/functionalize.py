@@ -21,7 +21,6 @@ from torch import fx
 
 from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import meta, shape
-from uniprefill_fx.timing import timed
 
 PLAIN = {
     operator.iadd: operator.add,
@@ -32,7 +31,6 @@ PLAIN = {
 METHODS = {"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
 
-@timed("remove in-place")
 def functionalize(gm: fx.GraphModule) -> int:
     """Replace in-place arithmetic whose target has no other name, in place; returns how many."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}

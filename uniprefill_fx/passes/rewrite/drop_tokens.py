@@ -37,18 +37,15 @@ from uniprefill_fx.passes.analyze.drop_levels import Move
 from uniprefill_fx.passes.analyze.outputs import Treatment
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
-from uniprefill_fx.passes.dataflow import written_nodes
+from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, token_dims
 from uniprefill_fx.passes.rewrite.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands
-from uniprefill_fx.passes.rewrite.split import is_selected
-from uniprefill_fx.timing import timed
 
 ops = torch.ops.uniprefill
 
 
-@timed("rewrite")
-def rewrite(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
+def drop_tokens(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
     """The graph that drops as `plan` says; `gm` is left as it is. Node meta is not filled in: see `propagate`."""
     return _Rewriter(gm, plan, config).run()
 
@@ -275,17 +272,3 @@ class _Rewriter:
 
 def _operands(attention: AttentionNode) -> tuple[fx.Node, fx.Node, fx.Node]:
     return attention.q, attention.k, attention.v
-
-
-def clean(gm: fx.GraphModule) -> None:
-    """Remove what nobody reads (masks, after attention stopped using them), check the graph, recompile."""
-    gm.graph.eliminate_dead_code(is_impure_node=_keeps)
-    gm.graph.lint()
-    gm.recompile()
-
-
-def _keeps(node: fx.Node) -> bool:
-    # Masks made by vmap enter and leave its levels by nodes that nobody reads.
-    levels = getattr(node.target, "__module__", None) or ""
-    kept = node.op in ("placeholder", "output") or levels.startswith("torch._functorch")
-    return kept or is_selected(node) or bool(written_nodes(node)) or node.is_impure()

@@ -24,14 +24,12 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.attention_node import AttentionNode, CachedKeys
+from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import expression, is_op, meta
 from uniprefill_fx.passes.rewrite.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands
-from uniprefill_fx.passes.rewrite.drop_tokens import clean
-from uniprefill_fx.timing import timed
 
 
-@timed("lower attention")
 def lower_attention(gm: fx.GraphModule, attention_nodes: Sequence[AttentionNode]) -> int:
     """Replace every attention that can be, in place; returns how many. Node meta stays as the model's own op had it."""
     first: dict[fx.Node, AttentionNode] = {}  # by cache layer: who wrote it

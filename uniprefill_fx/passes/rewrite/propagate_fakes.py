@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.node_utils import expression, is_op, meta
-from uniprefill_fx.timing import timed
 
 
 def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
@@ -35,7 +34,6 @@ def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
 BATCH_HINT = 1021
 
 
-@timed("propagate")
 def propagate(gm: fx.GraphModule, batch: sympy.Expr) -> None:
     """Set `meta["val"]` (and `example_value`) of every node of a rewritten graph. `batch`: 1, or a symbol.
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.node_utils import is_op, name_of
-from uniprefill_fx.timing import timed
+from uniprefill_fx.passes.node_utils import is_op, is_selected, name_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Piece:
     selection: bool
 
 
-@timed("split")
 def split_at_selections(gm: fx.GraphModule) -> list[Piece]:
     """The pieces of a graph, to be run one after the other. Program order is kept, so in-place writes stay in place.
 
@@ -56,11 +54,6 @@ def _balance(nodes: list[fx.Node]) -> int:
 
 def _selects(node: fx.Node) -> bool:
     return is_op(node, "score") or is_op(node, "select") or is_selected(node)
-
-
-def is_selected(node: fx.Node) -> bool:
-    """Whether a node is one of the two results of a `select`."""
-    return any(is_op(parent, "select") for parent in node.all_input_nodes)
 
 
 def _is_reported(node: fx.Node) -> bool:
