@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from uniprefill_fx.backend import Compilation
 from uniprefill_fx.kernels.block_scores.naive import block_scores_reference
+from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.prefill import Prefill
 
 RIVALS = ("sinks+last", "random", "mean")

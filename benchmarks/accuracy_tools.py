@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from transformers import AutoModelForCausalLM
 
 import uniprefill_fx
-from uniprefill_fx.backend import compile_graph
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category
 from uniprefill_fx.frontends import gating
+from uniprefill_fx.pipeline import compile_graph
 from uniprefill_fx.runtime.last_call import watched
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ import torch
 from tiny import tiny_gemma3, tiny_llama, token_ids
 
 import uniprefill_fx
-from uniprefill_fx.tools.explain import Report
+from uniprefill_fx.tools.explain import Explanation as Report
 from uniprefill_fx.tools.html_report import COLUMNS, column_width, contents, kept_map
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

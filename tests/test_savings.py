@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import uniprefill_fx
-from uniprefill_fx.tools.explain import Report
+from uniprefill_fx.tools.explain import Explanation as Report
 from uniprefill_fx.tools.savings import Savings
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 16, "sink_tokens": 16}

@@ -38,7 +38,8 @@ lib.define("store(Tensor k, Tensor v, Tensor positions, int layer) -> ()")
 @torch.library.impl(lib, "attend", "CompositeExplicitAutograd")
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int) -> None:
     heads = [x.unflatten(1, (-1, DIM)).transpose(0, 1) for x in (q, k, v)]
-    done = F.scaled_dot_product_attention(*(x[None] for x in heads), is_causal=True, enable_gqa=True)
+    q, k, v = (x[None] for x in heads)
+    done = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out.copy_(done[0].transpose(0, 1).flatten(1))
 
 

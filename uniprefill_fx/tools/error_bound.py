@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, fx
 
 from uniprefill_fx.api import options_for
-from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.ops.scoring import bias_of_request, with_terms
+from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
 from uniprefill_fx.runtime.prefill import Prefill, disabled

@@ -5,16 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 from importlib import metadata, resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from uniprefill_fx.config import auto_block_size
+from uniprefill_fx.tools.report import Report
 from uniprefill_fx.tools.savings import Savings
-
-if TYPE_CHECKING:
-    from uniprefill_fx.tools.explain import Report
 
 COLUMNS = 128
 """Most columns of a map; each stands for the same number of whole blocks."""

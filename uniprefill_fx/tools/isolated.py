@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from uniprefill_fx.backend import Compilation, compile_graph
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import StrictError
 from uniprefill_fx.frontends import gating
+from uniprefill_fx.pipeline import Compilation, compile_graph
 
 
 def isolated(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -18,27 +17,11 @@ from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import arguments, index_of, is_op, meta, name_of, shape, token_dims
 
 
-class Treatment(StrEnum):
-    """What happens to one output."""
-
-    AS_IS = "as is"
-    COMPACT = "compact"
-    RESTORE = "restore"
-
-
 class Exposure(StrEnum):
     """Which rows the outputs behind the residual stream show."""
 
     NONE = "last rows"
     ALL = "all rows"
-
-
-@dataclass(frozen=True)
-class Output:
-    """One leaf of the graph's output."""
-
-    node: fx.Node
-    treatment: Treatment
 
 
 def head_region_of(graph: fx.Graph, end: fx.Node, ancestry: Ancestry) -> frozenset[fx.Node]:
@@ -91,7 +74,7 @@ def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol
     return dim if before[dim] == after[dim] else None
 
 
-def read_outputs(
+def restored_outputs(
     graph: fx.Graph,
     attention_nodes: Sequence[AttentionNode],
     level: dict[fx.Node, int],
@@ -99,8 +82,8 @@ def read_outputs(
     end: fx.Node,
     tokens: sympy.Symbol,
     config: PrefillConfig,
-) -> tuple[Output, ...]:
-    """The treatment of each output.
+) -> frozenset[fx.Node]:
+    """The outputs that are restored: kept rows over frozen states. All others leave the graph as they are.
 
     Raises:
         RefusalError: an output of kept rows, or the head_region, needs values that dropped tokens do not have.
@@ -114,28 +97,24 @@ def read_outputs(
             if level[read] and read is not end and token_dims(read, tokens):
                 raise refuse(Category.OUTPUT, f"the head reads `{read.name}`, a value inside the layers", "stays dense")
     _check_cache(graph, attention_nodes, level, tokens, config)
-    outputs = []
+    restored = set()
     for node in (a for a in arguments(graph.output_node()) if isinstance(a, fx.Node)):
-        if not level[node] or not token_dims(node, tokens):
-            treatment = Treatment.AS_IS
-        elif _taken_from(node, positioned):
-            treatment = Treatment.COMPACT
-        elif _taken_from(node, written):
+        if not level[node] or not token_dims(node, tokens) or _taken_from(node, positioned):
+            continue  # what the cache layers hold stays compact
+        if _taken_from(node, written):
             raise refuse(
                 Category.CACHE,
                 "keys and values go to a cache that cannot say which tokens it holds",
                 "pass an empty DynamicCache of transformers (not offloaded) as past_key_values, or use_cache=False",
             )
-        elif shape(node) == shape(end):
-            treatment = Treatment.RESTORE
-        else:
+        if shape(node) != shape(end):
             raise refuse(
                 Category.OUTPUT,
                 f"an output of shape {_shape(node)} indexed by token, neither the residual stream nor keys or values",
                 "dropped tokens have no such value: do not ask for it (attentions, router logits, a quantised cache)",
             )
-        outputs.append(Output(node, treatment))
-    return tuple(outputs)
+        restored.add(node)
+    return frozenset(restored)
 
 
 def _check_cache(

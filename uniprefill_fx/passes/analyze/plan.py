@@ -21,7 +21,7 @@ from uniprefill_fx.passes.analyze.batch import mixed_along
 from uniprefill_fx.passes.analyze.decoder_end import check_decoder_end, in_layers, layers_root
 from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, gather_rules
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens
-from uniprefill_fx.passes.analyze.outputs import Exposure, Output, exposure_of, head_region_of, read_outputs, rows_shown
+from uniprefill_fx.passes.analyze.outputs import Exposure, exposure_of, head_region_of, restored_outputs, rows_shown
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
@@ -46,7 +46,7 @@ class Plan:
         tokens: the symbol of the prompt length; count: the graph's node of it.
         level: node -> number of drops behind it. gather_rules: how a value of an earlier level meets the kept rows.
         head_region: nodes behind the restored stream; empty when no output shows dropped rows.
-        stream_end: the last value of the residual stream. outputs: what each leaf of the output becomes.
+        stream_end: the last value of the residual stream. restored: outputs that show dropped rows, see `outputs`.
         exposure: what the head_region shows of dropped rows.
         past: whether keys of earlier tokens come in: a decode step or a later chunk.
         padding: placeholder of the (batch, tokens) mask that every attention applies to its keys; None without one.
@@ -67,7 +67,7 @@ class Plan:
     gather_rules: dict[fx.Node, GatherRule] = field(default_factory=dict)
     head_region: frozenset[fx.Node] = frozenset()
     stream_end: fx.Node | None = None
-    outputs: tuple[Output, ...] = ()
+    restored: frozenset[fx.Node] = frozenset()
     exposure: Exposure = Exposure.NONE
     padding: fx.Node | None = None
     unpadded: tuple[fx.Node, ...] = ()
@@ -151,7 +151,7 @@ def _plan(
         raise RefusalError(refusals[-1]) if refusals else _nowhere_to_drop(config)
     level = drop_levels(graph, attention_nodes, [d.attention for d in drops], tokens, head_region)
     moves = gather_rules(graph, attention_nodes, level, tokens, batch)
-    outputs = read_outputs(graph, attention_nodes, level, head_region, end, tokens, config)
+    restored = restored_outputs(graph, attention_nodes, level, head_region, end, tokens, config)
     return Plan(
         attention_nodes,
         num_layers,
@@ -163,7 +163,7 @@ def _plan(
         moves,
         head_region,
         end,
-        outputs,
+        restored,
         exposure,
         padding,
         () if padding is not None else masks,

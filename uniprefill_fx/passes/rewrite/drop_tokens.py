@@ -34,7 +34,6 @@ from uniprefill_fx.ops.cache import NEVER
 from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.analyze.batch import request_dim
 from uniprefill_fx.passes.analyze.drop_levels import Move
-from uniprefill_fx.passes.analyze.outputs import Treatment
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.cleanup import clean
@@ -71,11 +70,10 @@ class _Rewriter:
         self.biases: dict[tuple[fx.Node, float], fx.Node] = {}
 
     def run(self) -> fx.GraphModule:
-        treatments = {o.node: o.treatment for o in self.plan.outputs}
         self.token_bounds.append(self._token_bounds())
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                out = fx.node.map_arg(node.args[0], lambda n: self._output(n, treatments.get(n)))
+                out = fx.node.map_arg(node.args[0], self._output)
                 self.graph.output(out)
             else:
                 level = self.plan.level[node]
@@ -237,10 +235,10 @@ class _Rewriter:
 
     # -- outputs ----------------------------------------------------------------------------------------------------
 
-    def _output(self, node: fx.Node, treatment: Treatment | None) -> Any:
+    def _output(self, node: fx.Node) -> Any:
         if is_op(node, "dropped_after_layer"):
             return self._dropped_after_layer(node)
-        if treatment is Treatment.RESTORE:
+        if node in self.plan.restored:
             return self._restored(node)
         return self.value[node, self.plan.level[node]]
 
