@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from uniprefill_fx import frontends
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.pipeline import Compilation, compile_graph
 from uniprefill_fx.runtime.lost_generate import warn_of_lost_generate
-from uniprefill_fx.runtime.retrace import TraceAgain
 
 __all__ = ["Compilation", "compile_graph", "uniprefill"]
-
-frontends.install()
 
 
 def uniprefill(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -33,8 +29,6 @@ def uniprefill(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
             "mode", kwargs["mode"], "no mode", "Pass options={'inner_options': {...}} to tune the inner backend."
         )
     config = PrefillConfig.from_options(kwargs.get("options") or {})
-    if frontends.install():
-        raise TraceAgain("a library was imported since the backend was loaded")
     return compile_graph(gm, example_inputs, config)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from uniprefill_fx import tracelog
+from uniprefill_fx import frontends, tracelog
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.lowering.devices import check_score_dtype
@@ -37,9 +37,11 @@ from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
 from uniprefill_fx.runtime.prefill import LengthMarks, Prefill, Undropped
-from uniprefill_fx.runtime.retrace import trace_symbolic
+from uniprefill_fx.runtime.retrace import TraceAgain, trace_symbolic
 
 log = logging.getLogger(__name__)
+
+frontends.install()  # readers of attention, and what Dynamo must know before it traces
 
 
 class Compilation:
@@ -66,9 +68,8 @@ class Compilation:
         self.run: Callable[..., Any] | None = None
 
     def refuse(self, refusal: Refusal) -> None:
-        """Leave the graph dense for one more reason."""
-        self.plan = replace(self.plan, drops=(), refusals=(*self.plan.refusals, refusal))
-        self.after = None
+        """Keep one more reason why something stays as the model wrote it."""
+        self.plan = replace(self.plan, refusals=(*self.plan.refusals, refusal))
 
 
 def _find_attention(c: Compilation) -> None:
@@ -148,6 +149,8 @@ def compile_graph(
     Raises:
         OptionError: an option does not fit the model. StrictError: with `strict=True`, a reason to stay dense.
     """
+    if frontends.install():
+        raise TraceAgain("a library was imported since the backend was loaded")
     c = Compilation(gm, inputs, config, observer is not None)
     _run(c, (*NORMALIZE, *ANALYZE))
     if c.plan.drops:
@@ -156,6 +159,7 @@ def compile_graph(
             c.run = _prefill(c)
         except Exception as error:
             _failed(c, error, "rewriting failed, the prompt stays dense")
+            c.plan, c.after = replace(c.plan, drops=()), None
     if c.run is None:
         c.run = Undropped(c.inner(_lowered(c), inputs), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
     for refusal in c.plan.refusals if c.plan.prefill else ():
