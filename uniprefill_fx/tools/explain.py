@@ -22,6 +22,7 @@ from uniprefill_fx.runtime.prefill import Prefill
 from uniprefill_fx.tools import html_report
 from uniprefill_fx.tools.isolated import isolated, takes
 from uniprefill_fx.tools.savings import Savings, estimate
+from uniprefill_fx.torch_internals import compiled_module
 
 LITTLE = 0.98
 """Work of a prompt, as a share of dense, from which on the report says how to drop more."""
@@ -216,6 +217,7 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
         )
     ids = kwargs.get("input_ids") if input_ids is None else input_ids
     ids = ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    inside = compiled_module(model)
+    inner = model if inside is None else inside
     name = inner.__name__ if inspect.isroutine(inner) else type(inner).__name__
     return Report(config, tuple(compilations), done, ids, name)
