@@ -122,9 +122,9 @@ def test_several_prompts_in_one_call(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
 def test_a_mask_kept_as_a_buffer_is_looked_at_again_when_it_changes() -> None:
     """Written over, or replaced: no triangle any more, so the prompt runs dense; and as before when it is one again."""
-    model, ids = build("triangle"), ids_for("triangle", 300)
+    model, ids = build("causalbuffer"), ids_for("causalbuffer", 300)
     model.compile(backend="uniprefill", options=options_of(SPEC))
-    want = reference(build("triangle"), ids, SPEC)
+    want = reference(build("causalbuffer"), ids, SPEC)
     triangle = model.layers[1].triangle
     for _ in range(2):
         got, call = run(model, ids)

@@ -11,6 +11,7 @@ from torch import nn
 
 from uniprefill_fx.config import PrefillConfig, preset_for
 from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
+from uniprefill_fx.torch_internals import compiled_module
 
 
 def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,9 +42,10 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
     Raises:
         OptionError: an unknown option or a bad value.
     """
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    inner = compiled_module(model)
+    if inner is not None:
         warnings.warn(LOST_GENERATE, stacklevel=2)
-        compile(model._orig_mod, fullgraph=fullgraph, dynamic=dynamic, **options)
+        compile(inner, fullgraph=fullgraph, dynamic=dynamic, **options)
         return model
     chosen = options_for(model, options)
     if isinstance(model, nn.Module):

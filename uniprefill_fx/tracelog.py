@@ -11,9 +11,9 @@ import logging
 from typing import Any
 
 from torch import fx
-from torch._logging import trace_structured
 
 from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.torch_internals import log_artifact
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,9 @@ def note(plan: Plan, after: fx.GraphModule | None, seconds: dict[str, float]) ->
     where = [drop.attention.layer for drop in plan.drops]
     times = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
     log.info("graph of %d layers, %s: drops after %s; %s", plan.num_layers, kind, where or "none", times)
-    _artifact("uniprefill_plan", "json", lambda: json.dumps(decisions(plan, seconds)))
+    log_artifact("uniprefill_plan", "json", lambda: json.dumps(decisions(plan, seconds)))
     if after is not None:
         graph = after
-        _artifact("uniprefill_rewritten", "string", lambda: str(graph.print_readable(print_output=False)))
+        log_artifact("uniprefill_rewritten", "string", lambda: str(graph.print_readable(print_output=False)))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("rewritten graph:\n%s", graph.print_readable(print_output=False))
-
-
-def _artifact(name: str, encoding: str, payload: Any) -> None:
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)

@@ -75,7 +75,7 @@ def _block_lse_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """block_lse[position, head * LAST_N + i] = log2 of the sum of exp(logit) over the keys of a block.
+    """block_lse[entry, head * LAST_N + i] = log2 of the sum of exp(logit) over the keys of a block.
 
     A program holds one tile of keys and goes through the tiles of queries; those are few and stay in the L2 cache,
     while every key is read from memory once. Programs of one tile along axis 2 share its queries.
@@ -106,7 +106,7 @@ def _block_lse_kernel(
     # the first query sees all keys of this tile, and then so do all: most tiles need no mask
     masked = (first_key + TOKENS > length - n + 1) | (BLOCK_SIZE != BLOCK_PAD)
     block = first_key // BLOCK_SIZE + tl.arange(0, BLOCKS)
-    position = (start // BLOCK_SIZE + request + block).to(tl.int64)
+    entry = (start // BLOCK_SIZE + request + block).to(tl.int64)
     line = tl.num_programs(1).to(tl.int64) * GROUP_ROWS
     for t in tl.range(tl.program_id(2), TILES, tl.num_programs(2), num_stages=STAGES):
         row = t * ROWS + tl.arange(0, ROWS)
@@ -135,7 +135,7 @@ def _block_lse_kernel(
         highest = tl.max(product, 2) * unit
         highest = tl.where(highest == float("-inf"), 0.0, highest)
         mass = tl.sum(tl.exp2(product * unit - highest[:, :, None]), 2)
-        where = block_lse + position[None, :] * line + (kv_head * GROUP_ROWS + row)[:, None]
+        where = block_lse + entry[None, :] * line + (kv_head * GROUP_ROWS + row)[:, None]
         stored = (row < GROUP_ROWS)[:, None] & (block * BLOCK_SIZE < length)[None, :]
         tl.store(where, highest + tl.log2(mass), mask=stored)
 
@@ -179,20 +179,20 @@ def _row_lse_kernel(
 def _combine_kernel(
     block_lse, row_lse, cu_seqlens, scores, requests, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """scores[position] = sum over the rows of exp2(block_lse - row_lse); 0 for positions that no block uses."""
-    position = tl.program_id(0)
-    request = find_request(cu_seqlens, requests, position, BLOCK_SIZE)
+    """scores[entry] = sum over the rows of exp2(block_lse - row_lse); 0 for entries that no block uses."""
+    entry = tl.program_id(0)
+    request = find_request(cu_seqlens, requests, entry, BLOCK_SIZE)
     start = tl.load(cu_seqlens + request)
     length = tl.load(cu_seqlens + request + 1) - start
     mass = tl.zeros((TILE,), tl.float32)
-    if (position - (start // BLOCK_SIZE + request)) * BLOCK_SIZE < length:
-        blocks = block_lse + position.to(tl.int64) * ROWS
+    if (entry - (start // BLOCK_SIZE + request)) * BLOCK_SIZE < length:
+        blocks = block_lse + entry.to(tl.int64) * ROWS
         rows = row_lse + request.to(tl.int64) * ROWS
         for r in range(0, ROWS, TILE):
             row = r + tl.arange(0, TILE)
             x = tl.load(blocks + row, mask=row < ROWS, other=float("-inf"))
             mass += tl.exp2(x - tl.load(rows + row, mask=row < ROWS, other=float("inf")))
-    tl.store(scores + position, tl.sum(mass, 0))
+    tl.store(scores + entry, tl.sum(mass, 0))
 
 
 def block_scores(
@@ -237,14 +237,14 @@ def block_scores(
     tiles = tiles or default_tiles(head_dim, q.element_size(), groups * last_n, fp8)
     block_pad, dim_pad = triton.next_power_of_2(block_size), max(16, triton.next_power_of_2(head_dim))
     blocks = blocks_of_a_tile(tiles, block_size)
-    positions, key_tiles = tokens // block_size + requests, tokens // (blocks * block_size) + requests
+    entries, key_tiles = tokens // block_size + requests, tokens // (blocks * block_size) + requests
     row_tiles = triton.cdiv(groups * last_n, tiles.rows)
     strides = q.stride(0), q.stride(1)
     shape = {"LAST_N": last_n, "GROUPS": groups, "HEAD_DIM": head_dim, "DIM_PAD": dim_pad, "ROWS": tiles.rows}
 
-    block_lse = torch.empty(positions, heads * last_n, dtype=torch.float32, device=q.device)
+    block_lse = torch.empty(entries, heads * last_n, dtype=torch.float32, device=q.device)
     row_lse = torch.empty(requests, heads * last_n, dtype=torch.float32, device=q.device)
-    scores = torch.empty(positions, dtype=torch.float32, device=q.device)
+    scores = torch.empty(entries, dtype=torch.float32, device=q.device)
     q8, q8_scale = q, q  # not read unless fp8
     with on_device(q.device):
         if fp8:
@@ -264,7 +264,7 @@ def block_scores(
             block_lse, cu_seqlens, row_lse if sinks is None else sinks.reshape(-1).contiguous(), row_lse, last_n,
             heads, block_size, SINKS=sinks is not None, ROWS=32, SLOTS=128, num_warps=8,
         )  # fmt: skip
-        _combine_kernel[(positions,)](
+        _combine_kernel[(entries,)](
             block_lse, row_lse, cu_seqlens, scores, requests, heads * last_n, block_size, TILE=1024, num_warps=4
         )
     return scores

@@ -111,25 +111,25 @@ def _write_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_PAD: tl.constexpr,
 ):  # fmt: skip
     """One program a block: the numbers of its kept rows, behind those of all blocks before it."""
-    position = tl.program_id(0)
-    request = find_request(cu_seqlens, requests, position, BLOCK_SIZE)
+    entry = tl.program_id(0)
+    request = find_request(cu_seqlens, requests, entry, BLOCK_SIZE)
     start = tl.load(cu_seqlens + request)
     length = tl.load(cu_seqlens + request + 1) - start
     base = 0
     for r in range(0, request, 64):
         earlier = r + tl.arange(0, 64)
         base += tl.sum(tl.load(kept + earlier, mask=earlier < request, other=0), 0)
-    block = position - (start // BLOCK_SIZE + request)
-    if block == 0:  # every request has a position 0, even an empty one
+    block = entry - (start // BLOCK_SIZE + request)
+    if block == 0:  # every request has an entry 0, even an empty one
         tl.store(kept_cu_seqlens + request + 1, base + tl.load(kept + request))
         if request == 0:
             tl.store(kept_cu_seqlens, 0)
     within = tl.arange(0, BLOCK_PAD)
     row = block * BLOCK_SIZE + within
     used = block * BLOCK_SIZE < length
-    offset = tl.load(offsets + position, mask=used, other=0)
+    offset = tl.load(offsets + entry, mask=used, other=0)
     # in a selected block every row counts as one of the first
-    sinks = tl.where(tl.load(whole + position, mask=used, other=0) != 0, length, sink_tokens)
+    sinks = tl.where(tl.load(whole + entry, mask=used, other=0) != 0, length, sink_tokens)
     stays = (within < BLOCK_SIZE) & (row < length) & ((row < sinks) | (row >= length - last_n))
     at = base + offset + tl.cumsum(stays.to(tl.int32), 0) - 1
     tl.store(rows + at, (start + row).to(tl.int64), mask=stays)
@@ -188,12 +188,12 @@ def queue_selection(
     offsets, whole, kept = mark_blocks(
         block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, fraction, top_k
     )
-    positions, requests = block_scores.shape[0], cu_seqlens.shape[0] - 1
+    entries, requests = block_scores.shape[0], cu_seqlens.shape[0] - 1
     kept_cu_seqlens = torch.empty_like(cu_seqlens)
     # the number of tokens, rounded up: the host does not know it exactly
-    rows = torch.empty((positions - requests + 1) * block_size, dtype=torch.int64, device=block_scores.device)
+    rows = torch.empty((entries - requests + 1) * block_size, dtype=torch.int64, device=block_scores.device)
     with on_device(block_scores.device):
-        _write_kernel[(positions,)](
+        _write_kernel[(entries,)](
             cu_seqlens, offsets, whole, kept, rows, kept_cu_seqlens, requests, last_n, sink_tokens,
             BLOCK_SIZE=block_size, BLOCK_PAD=triton.next_power_of_2(block_size), num_warps=1,
         )  # fmt: skip
@@ -216,9 +216,9 @@ def mark_blocks(
         For each entry of `block_scores`, the kept rows of its request before the block, int32, and whether all rows of
         the block are kept, int8; the kept rows of each request, int32. Entries that no block uses are not written.
     """
-    positions, requests, device = block_scores.shape[0], cu_seqlens.shape[0] - 1, block_scores.device
-    offsets = torch.empty(positions, dtype=torch.int32, device=device)
-    whole = torch.empty(positions, dtype=torch.int8, device=device)
+    entries, requests, device = block_scores.shape[0], cu_seqlens.shape[0] - 1, block_scores.device
+    offsets = torch.empty(entries, dtype=torch.int32, device=device)
+    whole = torch.empty(entries, dtype=torch.int8, device=device)
     kept = torch.empty(requests, dtype=torch.int32, device=device)
     bits = struct.unpack("<q", struct.pack("<d", fraction))[0]  # a plain float argument would be rounded to float32
     with on_device(device):

@@ -6,6 +6,7 @@ from torch import fx
 
 from uniprefill_fx.passes.dataflow import written_nodes
 from uniprefill_fx.passes.node_utils import is_selected
+from uniprefill_fx.torch_internals import moves_between_vmap_levels
 
 
 def clean(gm: fx.GraphModule) -> None:
@@ -16,7 +17,5 @@ def clean(gm: fx.GraphModule) -> None:
 
 
 def _keeps(node: fx.Node) -> bool:
-    # Masks made by vmap enter and leave its levels by nodes that nobody reads.
-    levels = getattr(node.target, "__module__", None) or ""
-    kept = node.op in ("placeholder", "output") or levels.startswith("torch._functorch")
+    kept = node.op in ("placeholder", "output") or moves_between_vmap_levels(node)
     return kept or is_selected(node) or bool(written_nodes(node)) or node.is_impure()

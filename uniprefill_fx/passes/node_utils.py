@@ -10,6 +10,8 @@ import sympy
 import torch
 from torch import fx
 
+from uniprefill_fx.torch_internals import size_expression
+
 
 def meta(node: fx.Node) -> Any:
     """The fake value Dynamo recorded for a node (tensor, SymInt, number, tuple or None)."""
@@ -21,7 +23,7 @@ def expression(size: Any) -> sympy.Expr:
     if isinstance(size, fx.Node):
         size = meta(size)
     if isinstance(size, torch.SymInt):
-        return size.node.shape_env.simplify(size.node.expr)
+        return size_expression(size)
     return sympy.Integer(int(size))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
+
+from uniprefill_fx.torch_internals import is_compiled_in_place, model_being_wrapped
 
 LOST_GENERATE = (
     "uniprefill: torch.compile(model).generate(...) never calls the compiled forward, because generate is bound to the "
@@ -26,13 +26,10 @@ def warn_of_lost_generate() -> None:
     torch tells a backend nothing about the model, and `generate` of the wrapper never reaches the backend; this runs
     when torch loads the backend, so it looks for the call on the stack.
     """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not torch.compile.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    model = frame.f_locals.get("model") if frame is not None else None
+    model = model_being_wrapped()
     if isinstance(model, nn.Module) and callable(getattr(model, "generate", None)):
         warnings.warn(LOST_GENERATE, stacklevel=2)
     owner = getattr(model, "__self__", None)  # `nn.Module.compile` hands a bound method over
     inside: Any = getattr(owner, "get_base_model", None)
-    if isinstance(owner, nn.Module) and callable(inside) and inside()._compiled_call_impl is None:
+    if isinstance(owner, nn.Module) and callable(inside) and not is_compiled_in_place(inside()):
         warnings.warn(LOST_INSIDE, stacklevel=2)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_block_size
+from uniprefill_fx.torch_internals import schema_of
 
 CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens")
 _AMOUNTS = ("p", "keep_ratio")  # one excludes the other
@@ -98,7 +99,7 @@ class Changed(fx.Interpreter):
         self.values = values
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        schema = getattr(target, "_schema", None)
+        schema = schema_of(target)
         if schema is None or target.namespace != "uniprefill":
             return super().call_function(target, args, kwargs)
         names = [argument.name for argument in schema.arguments]

@@ -24,6 +24,7 @@ from uniprefill_fx.passes.rewrite.split import Piece
 from uniprefill_fx.runtime.last_call import LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
 from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
+from uniprefill_fx.torch_internals import mark_maybe_dynamic
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
 
@@ -54,7 +55,7 @@ class LengthMarks:
 
     def __call__(self, outputs: Any) -> Any:
         for i, dims in self.axes:
-            torch._dynamo.maybe_mark_dynamic(outputs[i], dims)
+            mark_maybe_dynamic(outputs[i], dims)
         return outputs
 
 

@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import exc
 
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import shape
+from uniprefill_fx.torch_internals import RestartTrace, is_static_input, mark_maybe_dynamic
 
 
-class TraceAgain(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):
-    """Raised by the backend to have Dynamo trace the frame once more.
-
-    The first base makes Dynamo forget the trace, the second one passes through the code that calls backends.
-    """
+class TraceAgain(RestartTrace):
+    """Raised by the backend to have Dynamo trace the frame once more."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(restart_reason=f"uniprefill: {reason}")
+        super().__init__(f"uniprefill: {reason}")
 
 
 def trace_symbolic(gm: fx.GraphModule, attention: Sequence[AttentionNode], example_inputs: Sequence[Any]) -> None:
@@ -51,15 +48,11 @@ def trace_symbolic(gm: fx.GraphModule, attention: Sequence[AttentionNode], examp
         # The axis of the prompts is the first one, or the second behind that of the tokens.
         own = (0, 1) if sizes[:1] == [length] else (0,)
         axes = [d for d, size in enumerate(sizes) if size in wanted and (size == length or d in own)]
-        before: set[int] = getattr(example, "_dynamo_weak_dynamic_indices", set())
-        if set(axes) - before:
-            torch._dynamo.maybe_mark_dynamic(example, axes)
-            marked = True
+        marked |= mark_maybe_dynamic(example, axes)
     if marked:
         raise TraceAgain(f"sizes {wanted} of the prompts were traced as numbers")
 
 
 def _is_state(node: fx.Node, example: torch.Tensor) -> bool:
     """Parameters and buffers: their sizes are the model's."""
-    static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
-    return static is not None or isinstance(example, torch.nn.Parameter)
+    return is_static_input(node) or isinstance(example, torch.nn.Parameter)

@@ -32,6 +32,7 @@ from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
 from uniprefill_fx.runtime.prefill import Prefill, disabled
 from uniprefill_fx.tools.isolated import isolated, takes
+from uniprefill_fx.torch_internals import schema_of
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class _Looking(Changed):
 
     def call_package(self, op: Any, values: dict[str, Any]) -> Any:
         result = super().call_package(op, values)
-        self.watch.look(op._schema.name.partition("::")[2], values, result)
+        self.watch.look(schema_of(op).name.partition("::")[2], values, result)
         return result
 
 

@@ -15,6 +15,7 @@ from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.tools import html_report
 from uniprefill_fx.tools.isolated import isolated, takes
 from uniprefill_fx.tools.report import Report
+from uniprefill_fx.torch_internals import compiled_module
 
 
 class Explanation(Report):
@@ -59,6 +60,7 @@ def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None
         )
     ids = kwargs.get("input_ids") if input_ids is None else input_ids
     ids = ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    inside = compiled_module(model)
+    inner = model if inside is None else inside
     name = inner.__name__ if inspect.isroutine(inner) else type(inner).__name__
     return Explanation(config, tuple(compilations), done, ids, name)

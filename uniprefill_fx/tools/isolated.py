@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import StrictError
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.pipeline import Compilation, compile_graph
+from uniprefill_fx.torch_internals import backend_error, uncompiled
 
 
 def isolated(
@@ -31,7 +31,7 @@ def isolated(
         return compile_graph(gm, inputs, config, observer)
 
     setattr(backend, gating.OURS, True)
-    forward = torch._dynamo.eval_frame.innermost_fn(getattr(model, "forward", model))
+    forward = uncompiled(getattr(model, "forward", model))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -52,13 +52,14 @@ def unwrapped() -> Iterator[None]:
     """Errors about options reach the user as they are, and not inside torch's report of a failed backend."""
     try:
         yield
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, OptionError | StrictError):
-            raise error.inner_exception from None
+    except Exception as error:
+        inner = backend_error(error)
+        if isinstance(inner, OptionError | StrictError):
+            raise inner from None
         raise
 
 
 def takes(model: Any, parameter: str) -> bool:
     """Whether the model's forward has a parameter of this name."""
-    forward = torch._dynamo.eval_frame.innermost_fn(getattr(model, "forward", model))
+    forward = uncompiled(getattr(model, "forward", model))
     return parameter in inspect.signature(forward).parameters

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, Refusal
-from uniprefill_fx.frontends import gating
 from uniprefill_fx.passes.analyze.ranks import find_ranks
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import decoder_layer, is_op
+from uniprefill_fx.torch_internals import frame_is_resumed, graph_break
 
 
 def keys_of_earlier_tokens(graph: fx.Graph, attention: Iterable[AttentionNode]) -> bool:
@@ -25,18 +25,15 @@ def reason_from_outside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Re
     """A reason from outside the decoder why its graph must stay dense."""
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
         return Refusal(Category.GRADIENTS, "gradients are on", "call inside torch.inference_mode() or torch.no_grad()")
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        why = str(reason.reason).strip().splitlines()
-        stack = [
-            f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in getattr(reason, "user_stack", None) or ()
-        ]
+    broken = graph_break(gm)
+    if broken is not None:
+        why, stack = broken[0].strip().splitlines(), broken[1]
         return Refusal(
             Category.GRAPH_BREAK,
             f"Dynamo broke the graph at {stack[-1] if stack else 'an unknown place'}: {why[0] if why else 'no reason'}",
             "only the last graph of a forward may drop tokens: take the break out, or behind the layers",
         )
-    if gating.resumed() and all(decoder_layer(node) is None for node in gm.graph.nodes):
+    if frame_is_resumed() and all(decoder_layer(node) is None for node in gm.graph.nodes):
         return Refusal(
             Category.GRAPH_BREAK,
             "a piece behind a graph break, whose layers have no names",

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import meta, name_of, peel
+from uniprefill_fx.torch_internals import dispatch_in_python
 
 BETWEEN = frozenset("to float type_as contiguous clone dropout view reshape squeeze unsqueeze".split())
 LOGITS = BETWEEN | frozenset("mul truediv div add iadd sub masked_fill masked_fill_ where tanh".split())
@@ -37,8 +37,7 @@ LOGITS = BETWEEN | frozenset("mul truediv div add iadd sub masked_fill masked_fi
 def unify_attention_form(gm: fx.GraphModule) -> int:
     """Rewrite the products around attention in place; returns how many."""
     written = 0
-    # otherwise composite ops are taken apart in C++, where some fix symbolic sizes
-    with enable_python_dispatcher():
+    with dispatch_in_python():
         for node in list(gm.graph.nodes):
             if node.target is F.scaled_dot_product_attention and _ndim(node.args[:1]) == 3:
                 written += _fused(node)

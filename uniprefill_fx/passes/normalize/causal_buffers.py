@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+
+from uniprefill_fx.torch_internals import is_fake, version_of
 
 MARK = "uniprefill_causal_buffer"  # key in the meta of a placeholder
 LARGEST = 1 << 14  # rows: larger ones are not looked at, each check reads them whole
@@ -36,7 +37,7 @@ def mark_causal_buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> No
     """Note in the meta of every placeholder whether it is a buffer that holds a triangle."""
     placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
     for node, example in zip(placeholders, example_inputs, strict=True):
-        if isinstance(example, torch.nn.Parameter | FakeTensor) or not isinstance(example, Tensor):
+        if not isinstance(example, Tensor) or isinstance(example, torch.nn.Parameter) or is_fake(example):
             continue
         rows = example.shape[-1] if example.ndim >= 2 else 0
         # Changes of a tensor that was made in inference mode cannot be noticed.
@@ -50,17 +51,26 @@ def mark_causal_buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> No
 
 
 class Unchanged:
-    """Whether a buffer still holds its triangle; reads it again only after it was replaced or written to."""
+    """Whether a buffer still holds its triangle; reads it again only after it was replaced or written to.
+
+    The memory that was read is held, so that no other buffer can come to lie at its address, and its count of writes is
+    shared with the buffer. (Writes through `.data` count for nobody: autograd does not see them either.)
+    """
 
     def __init__(self, triangle: CausalBuffer) -> None:
         self.triangle = triangle
-        self.checked: tuple[int, int] | None = None
+        self.read: Tensor | None = None
+        self.version = -1
         self.fits = False
 
     def __call__(self, tensor: Tensor) -> bool:
         if tensor.is_inference():
             return self.triangle.fits(tensor)
-        state = (tensor.data_ptr(), tensor._version)
-        if state != self.checked:
-            self.checked, self.fits = state, self.triangle.fits(tensor)
+        if self.read is None or _place(self.read) != _place(tensor) or self.version != version_of(tensor):
+            self.read, self.version = tensor.detach(), version_of(tensor)
+            self.fits = self.triangle.fits(tensor)
         return self.fits
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from uniprefill_fx.passes.node_utils import meta
+from uniprefill_fx.torch_internals import dispatch_in_python, fused_attention, fused_layer
 
 KEYS_ALONE = 1  # kind of mask: of keys, without a causal one
 
@@ -45,12 +45,12 @@ def expand_layer_ops(gm: fx.GraphModule) -> int:
 
 def _body(node: fx.Node) -> Callable[..., Any] | None:
     """The function to put in place of a node, called with the node's arguments; None if there is none."""
-    if node.target is torch._transformer_encoder_layer_fwd and len(node.args) == 20:
+    if node.target is fused_layer() and len(node.args) == 20:
         return None if node.args[19] == KEYS_ALONE else _encoder_layer
     output_only = all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
     if len(node.args) < 3 or not output_only or not node.args[0] is node.args[1] is node.args[2]:
         return None
-    if node.target is torch._native_multi_head_attention and len(node.args) == 13:
+    if node.target is fused_attention() and len(node.args) == 13:
         return None if node.args[12] == KEYS_ALONE else _attention_op
     if node.target is F.multi_head_attention_forward and len(node.args) == 13:
         given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
@@ -118,8 +118,7 @@ def _inline(node: fx.Node, body: Callable[..., Any]) -> None:
     new: dict[fx.Node, Any] = dict(inputs)
     kept: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
     mode = meta(node.all_input_nodes[0]).fake_mode
-    # As Dynamo traces: without the dispatcher, composite ops are taken apart in C++, where some read sizes as numbers.
-    with node.graph.inserting_before(node), torch.no_grad(), enable_python_dispatcher(), mode:
+    with node.graph.inserting_before(node), torch.no_grad(), dispatch_in_python(), mode:
         for part in traced.nodes:
             if part not in new:
                 new[part] = node.graph.node_copy(part, new.__getitem__)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from uniprefill_fx.passes.node_utils import expression, meta
+from uniprefill_fx.torch_internals import traced_number
 
 
 def fold_constants(gm: fx.GraphModule) -> int:
@@ -28,7 +28,7 @@ def fold_constants(gm: fx.GraphModule) -> int:
     for node in list(gm.graph.nodes):
         value = meta(node)
         if isinstance(value, torch.SymFloat):
-            constant: float | int = guard_scalar(value)
+            constant: float | int = traced_number(value)
         elif isinstance(value, torch.SymInt) and expression(value).is_Integer:
             constant = int(expression(value))
         else:

@@ -2,36 +2,26 @@
 
 Dynamo's environment is left alone: kept lengths are no inputs of the traced frame, so guards about them must not reach
 Dynamo. Here the prompt length and each kept length are backed symbols.
+
+A size that meets another by chance is not found out: what compares, or broadcasts, the two goes through for this trace
+and fails in a call. So no two symbols are traced with one number, and none that was chosen here with a fixed size.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.node_utils import expression, is_op, meta
+from uniprefill_fx.torch_internals import dispatch_in_python, fake_mode, hint_of, new_size
 
-
-def fresh_symbol(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
-    """A new backed SymInt with `hint` as the number it is traced with: a size of at least 2, or any integer."""
-    source = ConstantSource(name)
-    create = shape_env.create_symbol if hint > 1 else shape_env.create_unspecified_symbol
-    symbol = create(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
-    assert isinstance(size, torch.SymInt)
-    return size
-
-
-# The number of prompts is traced as one that no other size is likely to have: what fits it by chance is found out.
-BATCH_HINT = 1021
+FIRST_HINT = 1031  # and the next ones below it: each drop keeps fewer rows than the one before
 
 
 def propagate(gm: fx.GraphModule, batch: sympy.Expr) -> None:
@@ -40,23 +30,23 @@ def propagate(gm: fx.GraphModule, batch: sympy.Expr) -> None:
     Raises:
         RefusalError: the graph holds for one prompt length, or one kept length, only.
     """
-    shape_env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    _Propagator(gm, mode, shape_env, batch).run_all()
+    _Propagator(gm, batch).run_all()
 
 
 class _Propagator(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, shape_env: ShapeEnv, batch: sympy.Expr) -> None:
+    def __init__(self, gm: fx.GraphModule, batch: sympy.Expr) -> None:
         super().__init__(gm)
-        self.graph_module = gm
-        self.mode, self.shape_env, self.batch = mode, shape_env, batch
+        self.graph_module, self.batch = gm, batch
+        self.mode = fake_mode()
         self.sizes: dict[sympy.Symbol, torch.SymInt] = {}
+        self.hints: dict[sympy.Symbol, int] = {}
+        self.inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.taken = set(_numbers(self.inputs))
 
     def run_all(self) -> None:
-        inputs = [self._input(node) for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        inputs = [self._input(node) for node in self.inputs]
         lengths = dict(self.sizes)
-        # As Dynamo traces: without these, composite ops are taken apart in C++, where some read sizes as numbers.
-        with torch.inference_mode(False), torch.no_grad(), enable_python_dispatcher(), self.mode:
+        with torch.inference_mode(False), torch.no_grad(), dispatch_in_python(), self.mode:
             self.run(*inputs)
         for symbol, size in lengths.items():
             if not expression(size).free_symbols:
@@ -81,13 +71,30 @@ class _Propagator(fx.Interpreter):
         found = expression(size)
         if not found.free_symbols:
             return int(found)
-        for symbol in found.free_symbols:
+        for symbol in sorted(found.free_symbols, key=str):
             if symbol not in self.sizes:
-                hint = BATCH_HINT if symbol == self.batch else _hint(size, symbol)
-                self.sizes[symbol] = fresh_symbol(self.shape_env, str(symbol), hint)
+                self._new(symbol, None if symbol == self.batch else hint_of(size, symbol))
         if isinstance(found, sympy.Symbol):
             return self.sizes[found]
         return sympy.lambdify(list(self.sizes), found)(*self.sizes.values())
+
+    def _new(self, symbol: sympy.Symbol, traced: int | None) -> torch.SymInt:
+        """The size of a symbol, by the number that Dynamo traced it with if no other symbol has that one.
+
+        The number of prompts never is: Dynamo traced a batch of 2 or 3, as many as there are of much else.
+        """
+        hint = traced
+        if hint is None or hint in self.hints.values():
+            hint = next(
+                n
+                for n in itertools.chain(range(FIRST_HINT, 1, -1), itertools.count(FIRST_HINT + 1))
+                if n not in self.taken
+            )
+        self.taken.add(hint)
+        self.hints[symbol] = hint
+        # A size that is symbolic is neither 0 nor 1: such a number is no size.
+        self.sizes[symbol] = new_size(self.mode, str(symbol), hint, any_integer=traced is not None and traced < 2)
+        return self.sizes[symbol]
 
     def run_node(self, n: fx.Node) -> Any:
         value = self._select(n) if is_op(n, "select") else super().run_node(n)
@@ -95,16 +102,21 @@ class _Propagator(fx.Interpreter):
         return value
 
     def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-        """`select` with a backed kept length: half of the rows as a hint, so that it equals no other length."""
+        """`select` with a backed kept length, which equals no other length."""
         scores, token_bounds = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
-        ordinal = n.meta["uniprefill_drop"]
-        name = f"kept{ordinal}"
-        kept = fresh_symbol(self.shape_env, name, 1031 - 2 * ordinal)
-        self.sizes[sympy.Symbol(name)] = kept
+        kept = self._new(sympy.Symbol(f"kept{n.meta['uniprefill_drop']}"), None)
         return scores.new_empty(token_bounds.shape[0], kept, dtype=torch.int64), torch.empty_like(token_bounds)
 
 
-def _hint(size: Any, symbol: sympy.Symbol) -> int:
-    hints = size.node.shape_env.backed_var_to_val if hasattr(size.node.shape_env, "backed_var_to_val") else None
-    hints = size.node.shape_env.var_to_val if hints is None else hints
-    return int(hints[symbol])
+def _numbers(inputs: list[fx.Node]) -> Iterator[int]:
+    """Every fixed size of the inputs, and every number that one of their symbolic sizes was traced with."""
+    for node in inputs:
+        value = meta(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if not isinstance(size, int | torch.SymInt):
+                continue
+            found = expression(size)
+            if found.is_Integer:
+                yield int(found)
+            elif isinstance(size, torch.SymInt):
+                yield from (hint_of(size, symbol) for symbol in found.free_symbols)

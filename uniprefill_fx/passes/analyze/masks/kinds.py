@@ -12,10 +12,10 @@ from typing import Any
 
 import sympy
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
+from uniprefill_fx.torch_internals import is_floor_div
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
 DISTANCE = sympy.expand((QUERY - KEY) ** 2)
@@ -137,7 +137,7 @@ def _relation(term: Any) -> tuple[str, Any] | None:
     """("before", x): key <= x. ("after", x): key > x. ("data", f(batch, key)): the token is real."""
     if isinstance(term, sympy.Ne) and term.rhs == 0 and isinstance(term.lhs, sympy.core.function.AppliedUndef):
         return "data", term.lhs
-    if isinstance(term, sympy.core.relational._Inequality):
+    if isinstance(term, sympy.Gt | sympy.Ge | sympy.Lt | sympy.Le):
         difference = sympy.expand(term.gts - term.lts)  # gts >= lts, or >
         strict = isinstance(term, sympy.StrictGreaterThan | sympy.StrictLessThan)
         coefficient = difference.coeff(KEY)
@@ -156,7 +156,7 @@ def _chunk(term: Any, position: Any) -> tuple[int, str | None] | None:
 
     s is the name of data of one number for each request, None where the chunks begin at 0.
     """
-    if not isinstance(term, sympy.Eq) or not all(isinstance(side, FloorDiv) for side in term.args):
+    if not isinstance(term, sympy.Eq) or not all(is_floor_div(side) for side in term.args):
         return None
     (left, size), (right, other_size) = (side.args for side in term.args)
     of_key, of_query = (left, right) if left.has(KEY) else (right, left)

@@ -12,7 +12,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.numbers import (
@@ -28,11 +27,12 @@ from uniprefill_fx.passes.analyze.masks.numbers import (
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, index_of, meta, name_of, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK
+from uniprefill_fx.torch_internals import floor_div
 
 AXES = sympy.symbols("axis0:8", integer=True)
 
 COMPARE = {"lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge, "eq": sympy.Eq, "ne": sympy.Ne}
-ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": FloorDiv}
+ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": floor_div}
 ARITHMETIC |= {"truediv": operator.truediv, "div": operator.truediv, "rsub": lambda left, right: right - left}
 FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 LOGIC = {"and_": sympy.And, "logical_and": sympy.And, "or_": sympy.Or, "logical_or": sympy.Or}
