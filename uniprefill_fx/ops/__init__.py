@@ -8,6 +8,7 @@ from __future__ import annotations
 import uniprefill_fx.ops.attention
 import uniprefill_fx.ops.cache
 import uniprefill_fx.ops.gather
+import uniprefill_fx.ops.known_mask
 import uniprefill_fx.ops.mixer
 import uniprefill_fx.ops.scoring
 import uniprefill_fx.ops.selection  # noqa: F401

@@ -15,6 +15,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
+from uniprefill_fx.passes.node_utils import is_op, shape
 from uniprefill_fx.torch_internals import is_floor_div
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
@@ -64,6 +65,9 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
     Raises:
         RefusalError: a conjunct is none of: causal, sliding window, chunk, padding of keys, packed prompts.
     """
+    known = known_kind(masks[0][0]) if len(masks) == 1 and not masks[0][1] else None
+    if known is not None:
+        return known
     reader = MaskReader()
     read = [(reader.visible(mask), hides) for mask, hides in masks]
     condition = sympy.And(*(sympy.Not(seen) if hides else seen for (seen, _), hides in read))
@@ -112,6 +116,19 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         window = int(size)
     alibi = _alibi(added, reader) if added != 0 else None
     return MaskKind(offset, window, chunk, key_mask, sequence_ids, alibi, frozenset(reader.causal_buffers), chunk_start)
+
+
+def known_kind(mask: fx.Node) -> MaskKind | None:
+    """The kind of a mask that a frontend annotated (`uniprefill::known_mask`); None for others, which are read."""
+    if not is_op(mask, "known_mask"):
+        return None
+    _, padding, cached, window = mask.args
+    _, _, queries, keys = shape(mask) or ()
+    of_keys = not isinstance(padding, fx.Node) or (shape(padding) or ())[1] == keys
+    if not of_keys or not (cached or queries == keys):
+        return None
+    key_mask = padding if isinstance(padding, fx.Node) else None
+    return MaskKind(keys - queries, window if isinstance(window, int) else None, None, key_mask)
 
 
 def _distance(x: Any) -> Any:

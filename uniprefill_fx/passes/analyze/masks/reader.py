@@ -25,7 +25,7 @@ from uniprefill_fx.passes.analyze.masks.numbers import (
     visible,
 )
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
-from uniprefill_fx.passes.node_utils import expression, index_of, meta, name_of, shape
+from uniprefill_fx.passes.node_utils import expression, index_of, is_op, meta, name_of, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK
 from uniprefill_fx.torch_internals import floor_div
 
@@ -101,6 +101,8 @@ class MaskReader:
             return AXES[0] + (self.read(args[0], 0) if len(args) == 2 else 0)
         if node.op == "placeholder":
             return self._triangle(node)
+        if is_op(node, "known_mask"):
+            return self.read(args[0], ndim)
         if name in FILLED:
             return self._number(FILLED[name], node)
         if name in ("full", "new_full", "full_like", "tensor", "scalar_tensor"):
