@@ -62,6 +62,6 @@ def test_the_annotation_is_what_the_reader_finds(
             more = {} if padding is None else {"attention_mask": torch.nn.functional.pad(padding, (0, 1), value=1)}
             compiled(torch.randint(3, 200, (rows, 1)), past_key_values=out.past_key_values, **more)
     if name == "gpt_oss" and "padded" in call:
-        return  # its mask is indexed, which does not tie the length of the padding mask to that of the prompt: it is read
+        return  # its mask is indexed, which does not tie the length of the padding to that of the prompt: it is read
     assert bool(agreed) == (call != "packed"), "prompts that may be packed are read, all others are known"
     assert {window is not None for _, window, *_ in agreed} >= ({True} if sliding and agreed else set())
