@@ -61,8 +61,11 @@ def interpreter() -> Iterator[Run]:
 
 
 def on_cuda(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls with all tensors on the card, but the token_bounds of requests, which the host holds; results come back."""
-    there = {id(options.get("token_bounds")): options.get("token_bounds")}
+    """Calls with all tensors on the card, but int64 `token_bounds`, which the host holds; results come back."""
+    there: dict[int, Any] = {}
+    bounds = options.get("token_bounds")
+    if bounds is not None and bounds.dtype == torch.int64:
+        there[id(bounds)] = bounds
 
     def move(x: torch.Tensor) -> Any:
         if id(x) not in there:  # one tensor for two arguments stays one
