@@ -45,9 +45,7 @@ def _score(
     return block_scores(q, k, bounds, scale, last_n, block_size, softcap, mode, sinks)
 
 
-def _scored_by_kernel(
-    q: Tensor, k: Tensor, scale: float | None, block_size: int, score_dtype: torch.dtype
-) -> bool:
+def _scored_by_kernel(q: Tensor, k: Tensor, scale: float | None, block_size: int, score_dtype: torch.dtype) -> bool:
     """Whether `block_scores` takes these operands."""
     covered = score_dtype in (torch.float8_e4m3fn, torch.float32) and block_size in BLOCK_SIZES
     dtypes = q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -40,9 +40,7 @@ def select_reference(
         token_bounds: (batch, 2) int64 on the CPU, of the kept stream.
     """
     prompt_lengths = prompt_bounds[:, 1] - prompt_bounds[:, 0]
-    return select_blocks_reference(
-        scores, token_bounds, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio
-    )
+    return select_blocks_reference(scores, token_bounds, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio)
 
 
 select = torch.library.custom_op("uniprefill::select", select_reference, mutates_args=())
