@@ -80,10 +80,17 @@ def implementation(name: str, op: str, **given: Any) -> tuple[str, Tensor]:
     from uniprefill_fx.lowering import cuda
 
     ran: list[str] = []
+
+    def noting(function: str, body: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            ran.append(function)
+            return body(*args)
+
+        return noted
+
     with pytest.MonkeyPatch.context() as patch:
         for module, function in ((cuda, name), (getattr(cuda, op), f"{op}_reference")):
-            body = getattr(module, function)
-            patch.setattr(module, function, lambda *a, f=function, body=body: (ran.append(f), body(*a))[1])
+            patch.setattr(module, function, noting(function, getattr(module, function)))
         result = getattr(cuda, f"_{op}")(**given)
     return ran[0], result
 

@@ -1,5 +1,5 @@
-"""The naive twin of `block_scores`, and what the op runs on devices without the kernels: logits that exist in full, some
-heads at a time."""
+"""The naive twin of `block_scores`, which the op runs where there is no kernel: logits exist in full, for some heads at
+a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from uniprefill_fx.kernels.tiles import Tiles  # Triton need not be there
 
-LOGITS = 1 << 23  # how many exist at once, unless those of one head are more
+LOGITS = 1 << 20  # how many exist at once (they fit in a cache), unless those of one head are more
 FP8 = torch.float8_e4m3fn
 
 

@@ -8,7 +8,8 @@ the scores are. Sums are float64: exact in any order, ties included, while score
 about 2^15.
 
 Two launches take the whole batch: one program a request marks its blocks and counts what it keeps, one program a block
-writes the numbers of its kept columns, which end where the buffer ends. The counts are the one thing the host waits for.
+writes its kept columns, the last of which end where the buffer ends. The host waits for the counts, and for nothing
+else.
 """
 
 # mypy: disable-error-code="no-untyped-def"
