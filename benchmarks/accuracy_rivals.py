@@ -65,9 +65,9 @@ class _Selection(fx.Interpreter):
             if self.chooser.kind == "fp8" and named["q"].is_cuda:
                 return super().call_function(target, (), named | {"score_dtype": torch.float8_e4m3fn})
             if self.chooser.kind == "fp8":  # without the kernel the op does not round
-                cu = torch.tensor([0, named["k"].shape[2]], dtype=torch.int32)
-                rest = named["scale"], named["last_n"], named["block_size"], named["softcap"]
-                return block_scores_reference(named["q"][0], named["k"][0], cu, *rest, dtype="fp8")
+                scale = named["q"].shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
+                rest = scale, named["last_n"], named["block_size"], named["softcap"]
+                return block_scores_reference(named["q"], named["k"], named["token_bounds"], *rest, dtype="fp8")
         if name == "uniprefill::select" and self.chooser.kind in RIVALS:
             return self._rival(named)
         if name == "uniprefill::select" and self.chooser.p is not None:

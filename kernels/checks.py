@@ -14,6 +14,11 @@ MIN_BLOCK, MAX_BLOCK = 16, 128
 MAX_HEAD_DIM = 256
 
 
+def has_tiles(q: Tensor, block_size: int) -> bool:
+    """Whether a block of unrounded keys fits in a tile; float32 ones are multiplied in three parts."""
+    return q.dtype != torch.float32 or q.shape[3] <= 128 or block_size <= 64
+
+
 def check_scores(
     q: Tensor,
     k: Tensor,
@@ -24,30 +29,35 @@ def check_scores(
     dtype: str,
     sinks: Tensor | None,
 ) -> None:
-    """Raise ValueError for what `block_scores` does not handle; `cu_seqlens` apart."""
-    if q.ndim != 3 or k.ndim != 3 or q.shape[1:] != k.shape[1:] or k.shape[0] == 0 or q.shape[0] % k.shape[0]:
+    """Raise ValueError for what `block_scores` does not handle; `token_bounds` apart."""
+    if (
+        not q.ndim == k.ndim == 4
+        or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:])
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1]
+    ):
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}: wanted (heads, tokens, head_dim) and (kv_heads, tokens, head_dim)"
-            ", heads a multiple of kv_heads"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}: wanted (batch, heads, columns, head_dim) and (batch, kv_heads, "
+            "columns, head_dim), heads a multiple of kv_heads"
         )
-    if not 1 <= q.shape[2] <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim {q.shape[2]}: wanted 1 to {MAX_HEAD_DIM}")
+    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim {q.shape[3]}: wanted 1 to {MAX_HEAD_DIM}")
     if q.dtype != k.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"q is {q.dtype}, k is {k.dtype}: wanted both float32, float16 or bfloat16")
     if q.device != k.device:
         raise ValueError(f"q lies on {q.device}, k on {k.device}: wanted one device")
-    if q.stride(2) != 1 or k.stride(2) != 1:
+    if q.stride(3) != 1 or k.stride(3) != 1:
         raise ValueError(f"strides of q {q.stride()}, of k {k.stride()}: wanted 1 in the last dimension")
     if not MIN_BLOCK <= block_size <= MAX_BLOCK:
         raise ValueError(f"block_size {block_size}: wanted {MIN_BLOCK} to {MAX_BLOCK}")
-    if q.dtype == torch.float32 and dtype == "input" and q.shape[2] > 128 and block_size > 64:
-        raise ValueError(f"float32 with head_dim {q.shape[2]}: wanted block_size up to 64 (shared memory)")
+    if dtype == "input" and not has_tiles(q, block_size):
+        raise ValueError(f"float32 with head_dim {q.shape[3]}: wanted block_size up to 64 (shared memory)")
     if last_n < 1:
         raise ValueError(f"last_n {last_n}: wanted at least 1")
     if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
         raise ValueError(f"scale {scale}, softcap {softcap}: wanted positive finite numbers")
-    if sinks is not None and (sinks.numel() != q.shape[0] or sinks.device != q.device):
-        raise ValueError(f"sinks of shape {tuple(sinks.shape)} on {sinks.device}: wanted {q.shape[0]} on {q.device}")
+    if sinks is not None and (sinks.numel() != q.shape[1] or sinks.device != q.device):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)} on {sinks.device}: wanted {q.shape[1]} on {q.device}")
     if dtype not in ("input", "fp8"):
         raise ValueError(f"dtype {dtype!r}: wanted 'input' or 'fp8'")
 

@@ -1,10 +1,4 @@
-"""What the kernels on packed streams share: whose item an index is, and checks that need no look at device memory.
-
-A stream packs its requests one after another; `cu_seqlens` (requests + 1,) int32 holds where each begins. Items of
-SIZE tokens (blocks, or tiles of blocks) never span two requests: those of request r are numbered from
-`cu_seqlens[r] // SIZE + r`. Their count, `total // SIZE + requests`, is an upper bound known without reading
-`cu_seqlens`; at most one number a request is left over.
-"""
+"""What the kernels share: where a request lies in a padded batch, and checks that need no look at device memory."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,17 +13,10 @@ from torch import Tensor
 
 
 @triton.jit
-def find_request(cu_seqlens, requests, item, SIZE: tl.constexpr):
-    """The request whose range of numbers holds `item`; empty requests own one (unused) number too."""
-    low = 0
-    high = requests
-    while low + 1 < high:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens + middle) // SIZE + middle <= item:
-            low = middle
-        else:
-            high = middle
-    return low
+def bounds_of(token_bounds, request):
+    """The first column of a request, and the number of its tokens."""
+    start = tl.load(token_bounds + 2 * request)
+    return start, tl.load(token_bounds + 2 * request + 1) - start
 
 
 @triton.jit
@@ -44,15 +31,15 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"tensors on {device}: wanted a CUDA device, or TRITON_INTERPRET=1 before triton is imported")
 
 
-def check_stream(cu_seqlens: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless `cu_seqlens` is what the kernels assume, and the kernels can run on `device`."""
+def check_bounds(token_bounds: Tensor, batch: int, device: torch.device) -> None:
+    """Raise ValueError unless `token_bounds` is what the kernels assume, and the kernels can run on `device`."""
     check_device(device)
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+    if token_bounds.dtype != torch.int32 or token_bounds.shape != (batch, 2):
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}: wanted int32, (requests + 1,)"
+            f"token_bounds is {token_bounds.dtype} of shape {tuple(token_bounds.shape)}: wanted int32, ({batch}, 2)"
         )
-    if cu_seqlens.device != device or not cu_seqlens.is_contiguous():
-        raise ValueError(f"cu_seqlens lies on {cu_seqlens.device}: wanted a contiguous tensor on {device}")
+    if token_bounds.device != device or not token_bounds.is_contiguous():
+        raise ValueError(f"token_bounds lies on {token_bounds.device}: wanted a contiguous tensor on {device}")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -102,7 +102,7 @@ def test_fp8_scores() -> None:
     ops, graph = torch.ops.uniprefill, torch.fx.Graph()
     q, k, token_bounds = (graph.placeholder(name) for name in ("q", "k", "token_bounds"))
     scores = graph.call_function(
-        ops.score.default, (q, k, token_bounds, 2.0, 8, 16, torch.float32, None, None, None, None)
+        ops.score.default, (q, k, None, token_bounds, 2.0, None, None, None, 8, 16, torch.float32)
     )
     chosen = graph.call_function(ops.select.default, (scores, token_bounds, token_bounds, 16, 8, 0, 0.9, None))
     graph.output((chosen, scores))
@@ -112,8 +112,7 @@ def test_fp8_scores() -> None:
     inputs = torch.randn(1, 2, 256, 32), torch.randn(1, 2, 256, 32), torch.tensor([[0, 256]])
     (rows, _), got = run(*inputs)
     twin: Any = importlib.import_module("uniprefill_fx.kernels.block_scores.naive")
-    cu = torch.tensor([0, 256], dtype=torch.int32)
-    want = twin.block_scores_reference(inputs[0][0], inputs[1][0], cu, 2.0, 8, 16, dtype="fp8")
+    want = twin.block_scores_reference(*inputs, 2.0, 8, 16, dtype="fp8")
     assert torch.equal(got, want)
     assert torch.equal(rows, ops.select(want, inputs[2], inputs[2], 16, 8, 0, 0.6, None)[0])
     chooser.kind = "own"

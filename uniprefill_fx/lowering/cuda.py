@@ -5,64 +5,79 @@ What a kernel does not cover (float64 scores, unusual block sizes) stays with pl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from uniprefill_fx.kernels.block_scores.kernel import block_scores
-from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK
+from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK, has_tiles
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
-from uniprefill_fx.ops import attention, scoring
+from uniprefill_fx.ops import attention, score, select
 from uniprefill_fx.ops.spec import AttentionSpec
 
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
 
 
-@scoring.packed_score.register_kernel("cuda")
+@score.score.register_kernel("cuda")
 def _score(
     q: Tensor,
     k: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
+    positions: Tensor | None,
+    token_bounds: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
     last_n: int,
     block_size: int,
     score_dtype: torch.dtype,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    positions: Tensor | None = None,
 ) -> Tensor:
-    fp8 = score_dtype == torch.float8_e4m3fn
-    covered = (fp8 or score_dtype == torch.float32) and block_size in BLOCK_SIZES and q.shape[-1] <= MAX_HEAD_DIM
-    # float32 keys have three tf32 products a tile, and wide ones do not fit; such models are tests, not loads
-    if not covered or q.dtype not in (torch.bfloat16, torch.float16) or bias is not None:
-        return scoring.score_reference(
-            q, k, cu_seqlens, scale, last_n, block_size, score_dtype, softcap, sinks, bias, positions
+    if bias is not None or not _scored_by_kernel(q, k, scale, block_size, score_dtype):
+        return score.score_reference(
+            q, k, positions, token_bounds, scale, softcap, sinks, bias, last_n, block_size, score_dtype
         )
-    return block_scores(q[0], k[0], cu_seqlens, scale, last_n, block_size, softcap, "fp8" if fp8 else "input", sinks)
+    # operands of 32 bits are not rounded: whoever holds them wants them exact
+    mode: Literal["input", "fp8"] = "fp8" if score_dtype == torch.float8_e4m3fn and q.element_size() == 2 else "input"
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    bounds = _sent(token_bounds.to(torch.int32), q.device)
+    return block_scores(q, k, bounds, scale, last_n, block_size, softcap, mode, sinks)
 
 
-@scoring.packed_select.register_kernel("cuda")
+def _scored_by_kernel(q: Tensor, k: Tensor, scale: float | None, block_size: int, score_dtype: torch.dtype) -> bool:
+    """Whether `block_scores` takes these operands."""
+    covered = score_dtype in (torch.float8_e4m3fn, torch.float32) and block_size in BLOCK_SIZES
+    dtypes = q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    dims = 1 <= q.shape[3] <= MAX_HEAD_DIM and q.stride(3) == k.stride(3) == 1
+    return covered and dtypes and dims and has_tiles(q, block_size) and (scale is None or scale > 0)
+
+
+@select.select.register_kernel("cuda")
 def _select(
-    block_scores: Tensor,
-    cu_seqlens: Tensor,
-    prompt_lengths: Tensor,
+    scores: Tensor,
+    token_bounds: Tensor,
+    prompt_bounds: Tensor,
     block_size: int,
     last_n: int,
     sink_tokens: int,
     p: float | None,
     keep_ratio: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if block_scores.dtype != torch.float32 or block_size not in BLOCK_SIZES:
-        return scoring.select_reference(
-            block_scores, cu_seqlens, prompt_lengths, block_size, last_n, sink_tokens, p, keep_ratio
+    if scores.dtype != torch.float32 or block_size not in BLOCK_SIZES:
+        return select.select_reference(
+            scores, token_bounds, prompt_bounds, block_size, last_n, sink_tokens, p, keep_ratio
         )
-    rows, kept = select_blocks(
-        block_scores, cu_seqlens, prompt_lengths.int(), block_size, last_n, sink_tokens, p, keep_ratio
+    prompts = prompt_bounds[:, 1] - prompt_bounds[:, 0]
+    bounds, prompts = _sent(torch.cat((token_bounds.flatten(), prompts)).to(torch.int32), scores.device).split(
+        (token_bounds.numel(), prompts.numel())
     )
-    return rows, kept
+    return select_blocks(scores, bounds.view(-1, 2), prompts, block_size, last_n, sink_tokens, p, keep_ratio)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """A few numbers of the host, on the device; an ordinary copy would wait for all that is queued there."""
+    return numbers.to(device, non_blocking=True)
 
 
 @attention.attention.register_kernel("cuda")

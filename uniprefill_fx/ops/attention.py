@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from uniprefill_fx.ops.scoring import with_terms
+from uniprefill_fx.ops.logits import with_terms
 from uniprefill_fx.ops.spec import AttentionSpec
 
 # cuDNN plans anew for every number of keys, which in decode is every step of every length that layers hold.

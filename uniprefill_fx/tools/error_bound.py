@@ -26,7 +26,8 @@ from torch import Tensor, fx
 
 from uniprefill_fx.api import options_for
 from uniprefill_fx.config import PrefillConfig
-from uniprefill_fx.ops.scoring import bias_of_request, with_terms
+from uniprefill_fx.ops.logits import with_terms
+from uniprefill_fx.ops.spec import bias_of_request
 from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
@@ -208,7 +209,8 @@ def _weights(scored: dict[str, Any], q: Tensor, k: Tensor, dropped: Tensor | Non
     is left out, so that a row may sum to less than 1."""
     n, length = q.shape[1], k.shape[1]
     keys = k.double().repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-    logits = torch.matmul(q.double(), keys.transpose(1, 2)) * float(scored["scale"])
+    scale = q.shape[-1] ** -0.5 if scored["scale"] is None else float(scored["scale"])
+    logits = torch.matmul(q.double(), keys.transpose(1, 2)) * scale
     positions, bias = scored.get("positions"), scored.get("bias")
     own = None if bias is None else bias_of_request(bias, q.shape[0], 0)
     logits = with_terms(logits[None], scored.get("softcap"), own, None if positions is None else positions[0])[0]

@@ -8,7 +8,7 @@ Before, for one layer (N tokens)::
 After, when the layer drops (K rows stay)::
 
     attn = uniprefill.attention(q, k, v, ...)                      # (1, H, N, D), no mask
-    scores = uniprefill.score(q, k, token_bounds, ...)                    # (blocks,)
+    scores = uniprefill.score(q, k, None, token_bounds, ...)              # (1, blocks)
     kept, token_bounds_1 = uniprefill.select(scores, token_bounds, ...)          # (1, K)
     attn_1 = uniprefill.compact(attn, kept, 2)                     # (1, H, K, D)
     x_1 = uniprefill.compact(x, kept, 1)                           # (1, K, hidden)
@@ -16,7 +16,7 @@ After, when the layer drops (K rows stay)::
 
 `token_bounds` is a further input of the new graph, the first one: where the tokens of each prompt of a batch lie.
 Behind a
-drop a batch is a left-padded one, K columns for the request that keeps most; see `ops.selection`.
+drop a batch is a left-padded one, K columns for the request that keeps most; see `ops.select`.
 """
 
 from __future__ import annotations
@@ -203,13 +203,12 @@ class _Rewriter:
         return self.biases[attention.alibi]
 
     def _drop(self, ordinal: int, operands: Sequence[fx.Node], spec: AttentionSpec) -> None:
-        drop, level = self.plan.drops[ordinal - 1], ordinal - 1
-        bounds, how = self.token_bounds[level], drop.spec
-        scale = float(drop.attention.head_dim) ** -0.5 if spec.scale is None else spec.scale
+        level, how = ordinal - 1, self.plan.drops[ordinal - 1].spec
+        bounds = self.token_bounds[level]
         positions = None if spec.bias is None else self.positions[level]  # a bias is read by position
         q, k = operands[:2]
-        terms = (how.last_n, how.block_size, how.score_dtype, spec.softcap, spec.sinks, spec.bias, positions)
-        scores = self.graph.call_function(ops.score.default, (q, k, bounds, scale, *terms))
+        terms = (spec.scale, spec.softcap, spec.sinks, spec.bias, how.last_n, how.block_size, how.score_dtype)
+        scores = self.graph.call_function(ops.score.default, (q, k, positions, bounds, *terms))
         amounts = (how.block_size, how.last_n, how.sink_tokens, how.p, how.keep_ratio)
         chosen = self.graph.call_function(ops.select.default, (scores, bounds, self.token_bounds[0], *amounts))
         for node in (scores, chosen):
