@@ -216,7 +216,7 @@ class Row:
         self.gone += any(kept < prompt.first.shape[1] for kept in got.kept.values())
         self.kl_sum += kl
         self.kl_max = max(self.kl_max, kl)
-        self.work_sum += got.compute_fraction
+        self.work_sum += got.work
         for layer, kept in got.kept.items():
             fraction = kept / prompt.first.shape[1]
             self.kept_sum[str(layer)] = self.kept_sum.get(str(layer), 0.0) + fraction
