@@ -20,9 +20,9 @@ def guards(
     """Whether inputs are such as a finished compilation was made for.
 
     Args:
-        fakes: what was compiled for `args`, one by one. static: inputs that are not looked at, because whoever calls
-            guards them (parameters). writes: whether the graph writes to inputs: then which of them share storage
-            counts too.
+        fakes: what was compiled for `args`, one by one. static: inputs of which no more than the storage offset is
+            looked at, because whoever calls guards the rest (parameters). writes: whether the graph writes to inputs:
+            then which of them share storage counts too.
     """
     watched = [i for i, fixed in enumerate(static) if not fixed]
     tensors = [i for i in watched if isinstance(args[i], torch.Tensor)]
@@ -30,12 +30,17 @@ def guards(
     sizes = [i for i in watched if isinstance(fakes[i], torch.SymInt)]
     constants = [(i, type(args[i]), args[i]) for i in watched if i not in tensors and i not in sizes]
     shapes = _shape_guards(shape_env, [f if i in tensors or i in sizes else None for i, f in enumerate(fakes)])
+    # What is compiled takes parameters for aligned where they are, and those of other layers may be put in their place.
+    offsets = [(i, args[i].storage_offset()) for i, fixed in enumerate(static) if fixed and _is_plain(args[i])]
     pattern = _sharing(args, tensors) if writes else None
 
     def test(now: Sequence[Any]) -> bool:
         for i, kind, dtype, device, ndim in kinds:
             t = now[i]
             if type(t) is not kind or t.dtype is not dtype or t.device != device or t.ndim != ndim:
+                return False
+        for i, offset in offsets:
+            if now[i].storage_offset() != offset:
                 return False
         for i, kind, value in constants:
             if type(now[i]) is not kind or now[i] != value:
@@ -48,7 +53,7 @@ def guards(
 def _shape_guards(shape_env: ShapeEnv, fakes: Sequence[Any]) -> Test:
     """The sizes, strides and storage offsets of inputs; None stands for one that is not looked at."""
     # A quantised tensor that is no parameter: its sizes are numbers, and its class is all that can be told.
-    watched = [None if isinstance(f, torch.Tensor) and is_traceable_wrapper_subclass(f) else f for f in fakes]
+    watched = [f if _is_plain(f) or isinstance(f, torch.SymInt) else None for f in fakes]
     known = set().union(*(_symbols(f) for f in watched))
     about = [g for g in shape_env.guards if shape_env.simplify(g.expr).free_symbols <= known]
     if len(about) < len(shape_env.guards):
@@ -57,6 +62,10 @@ def _shape_guards(shape_env: ShapeEnv, fakes: Sequence[Any]) -> Test:
     log.debug("guards: %s", code)
     compiled: Any = compile(code, "<guards>", "eval")  # once, and not at each call
     return lambda now: bool(shape_env.evaluate_guards_expression(compiled, now))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 def _symbols(fake: Any) -> set[Any]:

@@ -16,8 +16,8 @@ from uniprefill_fx.passes.node_utils import meta
 def structure(gm: fx.GraphModule) -> Hashable:
     """A key that two graph modules share only if what compiles one computes the other, from its own inputs.
 
-    It holds every operation with its arguments, and of each input what a compilation depends on: of a parameter all
-    metadata, of an activation its dtype, its device and which of its sizes are symbolic. Strides of activations, and
+    It holds every operation with its arguments, and of each input what a compilation depends on: of a parameter its
+    layout too, of an activation its dtype, its device and which of its sizes are symbolic. Strides of activations, and
     which symbolic sizes are equal, are left to the guards of a compilation. Tensors that the module holds itself count
     by identity.
     """
@@ -47,8 +47,7 @@ class _Structure:
             if is_traceable_wrapper_subclass(value):
                 return id(value)  # a quantised weight: what it is made of differs by class
             sizes = tuple(self._size(s) for s in value.shape)
-            # A compilation relies on how a parameter is laid out, and that its address is aligned, without a look.
-            layout = (value.stride(), value.storage_offset(), value.layout) if static else None
+            layout = (value.stride(), value.layout) if static else None  # which guards do not look at
             return (type(value), value.dtype, value.device, value.requires_grad, sizes, layout)
         return self._size(value) if isinstance(value, torch.SymInt) else self._value(value)
 
