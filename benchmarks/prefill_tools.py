@@ -187,8 +187,8 @@ class Watch:
     def sequence_ids(self) -> list[CompiledPiece]:
         """Every piece of every prefill, dense ones last."""
         prefills = [p for p in map(self._prefill, self.found) if p is not None]
-        pieces = [run for p in prefills for _, run in p.steps if isinstance(run, CompiledPiece)]
-        return pieces + [p.dense for p in prefills]
+        pieces = dict.fromkeys(run for p in prefills for _, run in p.steps if isinstance(run, CompiledPiece))
+        return list(pieces) + [p.dense for p in prefills]
 
     def repeated(self) -> list[str]:
         """What was compiled more than once though only the length changed."""

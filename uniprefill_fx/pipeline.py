@@ -19,8 +19,8 @@ from uniprefill_fx import frontends, tracelog
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.lowering.devices import check_score_dtype
-from uniprefill_fx.lowering.inner import InnerBackend, inner_backend
-from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
+from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
 from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens, reason_from_outside
 from uniprefill_fx.passes.analyze.plan import Plan, make_plan
@@ -34,6 +34,7 @@ from uniprefill_fx.passes.normalize.functionalize import functionalize
 from uniprefill_fx.passes.rewrite.drop_tokens import drop_tokens
 from uniprefill_fx.passes.rewrite.extract import extract
 from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
+from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
 from uniprefill_fx.runtime.prefill import LengthMarks, Prefill, Undropped
@@ -102,6 +103,11 @@ def _propagate(c: Compilation) -> None:
     propagate(c.after, c.plan.batch)
 
 
+def _merge_gathers(c: Compilation) -> None:
+    assert c.after is not None
+    merge_gathers(c.after)
+
+
 def _split(c: Compilation) -> None:
     assert c.after is not None
     c.pieces = split_at_selections(c.after)
@@ -133,6 +139,8 @@ REWRITE: tuple[tuple[str, Step], ...] = (
     ("drop tokens", _drop_tokens),
     # Needs the whole new graph. Finds out whether it holds for all lengths.
     ("propagate fakes", _propagate),
+    # Needs a graph that holds. What layers share then crosses the cuts, which makes the layers between drops equal.
+    ("merge gathers", _merge_gathers),
     # Needs fakes at the edges of the pieces.
     ("split", _split),
 )
@@ -161,7 +169,7 @@ def compile_graph(
             _failed(c, error, "rewriting failed, the prompt stays dense")
             c.plan, c.after = replace(c.plan, drops=()), None
     if c.run is None:
-        c.run = Undropped(c.inner(_lowered(c), inputs), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
+        c.run = Undropped(compile_whole(c.inner, _lowered(c), inputs), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
     for refusal in c.plan.refusals if c.plan.prefill else ():
         log.info("stays dense: %s", refusal)
     tracelog.note(c.plan, c.after, c.seconds)
@@ -192,10 +200,7 @@ def _failed(c: Compilation, error: Exception, what: str) -> None:
 def _prefill(c: Compilation) -> Prefill:
     """Compilation itself waits for the first call."""
     assert c.after is not None
-    steps = [
-        (piece, piece.gm if piece.selection else CompiledPiece(piece.gm, c.inner, f"piece {i // 2}"))
-        for i, piece in enumerate(c.pieces)
-    ]
+    steps = list(zip(c.pieces, compile_pieces(c.pieces, c.inner), strict=True))
     sequence_ids = extract(c.gm, c.plan.sequence_ids)
     dense = CompiledPiece(_lowered(c), c.inner, "dense")
     auto_blocks = c.config.block_size == "auto"

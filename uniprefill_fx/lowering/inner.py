@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.lowering.cache_tag import tagged
+from uniprefill_fx.lowering.metadata import complete_values
 from uniprefill_fx.option_checks import BACKEND_NAME
 
 InnerBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -31,8 +33,15 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
                 "inner_backend", config.inner_backend, f"{names}, or a callable", "Register the backend first."
             ) from None
     compiler: InnerBackend = chosen
-    if config.inner_options is None:
-        return compiler
-    # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
-    keyword = "config_patches" if config.inner_backend == "inductor" else "options"
-    return functools.partial(compiler, **{keyword: dict(config.inner_options)})
+    if config.inner_options is not None:
+        # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
+        keyword = "config_patches" if config.inner_backend == "inductor" else "options"
+        compiler = functools.partial(compiler, **{keyword: dict(config.inner_options)})
+    return compiler
+
+
+def compile_whole(inner: InnerBackend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph of Dynamo that our passes have changed in place, while Dynamo waits for it."""
+    complete_values(gm)
+    with tagged():
+        return inner(gm, example_inputs)

@@ -1,30 +1,40 @@
 """Compile a piece of a graph with the inner backend when it first runs, for any length of its token axes.
 
-Each compilation has a shape environment of its own, in which every size that the passes know to be symbolic is one
+Each compilation has a shape environment of its own, in which every size that the passes know to be symbolic is a
 symbol with the size at hand as its hint. The guards that the inner backend adds are checked at each call; a call that
 fails them compiles once more.
+
+As in the graphs that Dynamo makes, every symbol is an input of what is compiled, before the piece's own: torch's
+on-disk caches keep the guards about such inputs, and lose all others.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._sympy.printers import PythonPrinter
 
+from uniprefill_fx.lowering.cache_tag import tagged
+from uniprefill_fx.lowering.guards import Test, guards
 from uniprefill_fx.lowering.inner import InnerBackend
-from uniprefill_fx.passes.node_utils import copy_module, meta
+from uniprefill_fx.lowering.metadata import is_static, mark_as_dynamo, renew_values
+from uniprefill_fx.lowering.structure import structure
+from uniprefill_fx.passes.dataflow import written_nodes
+from uniprefill_fx.passes.node_utils import copy_module, expression, meta
+from uniprefill_fx.passes.rewrite.split import Piece
 
 log = logging.getLogger(__name__)
 MAX_VARIANTS = 8
@@ -32,106 +42,166 @@ MAX_VARIANTS = 8
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation: the callable, and the test that its guards hold for the sizes of some inputs."""
+    """One compilation: the callable, what reads its symbols off the inputs, and the test that it is made for them."""
 
     run: Callable[..., Any]
-    holds: Callable[[Sequence[int]], bool]
+    sizes: Callable[[Sequence[Any]], list[int]]
+    holds: Test
 
 
 class CompiledPiece:
     """A graph module that compiles itself when called; all token-axis lengths share a compilation.
 
-    Placeholders carry fakes in `meta`; a size that is symbolic there is dynamic, every other one is fixed.
+    Placeholders carry fakes in `meta`; a size that is symbolic there is dynamic, every other one is fixed. Threads may
+    call it at the same time: one compiles, the others wait for it.
     """
 
     def __init__(self, gm: fx.GraphModule, inner: InnerBackend, name: str) -> None:
         self.gm, self.inner, self.name = gm, inner, name
         self.variants: list[Variant] = []
         self.seconds = 0.0
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        # (input, dimension) of every dynamic size; dimension None for an input that is a size itself
-        self.dynamic: list[tuple[int, int | None]] = []
-        for i, node in enumerate(placeholders):
-            value = meta(node)
-            if isinstance(value, torch.SymInt):
-                self.dynamic.append((i, None))
-            elif isinstance(value, torch.Tensor):
-                self.dynamic += [(i, d) for d, s in enumerate(value.shape) if isinstance(s, torch.SymInt)]
+        self.full = False  # whether MAX_VARIANTS are compiled, and another one was wanted
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.static = [is_static(node) for node in placeholders]
+        self.writes = any(written_nodes(node) for node in gm.graph.nodes)
+        # By input: what is known of each dynamic size, by dimension; dimension None for an input that is a size.
+        self.dynamic = [_dynamic(node) for node in placeholders]
+
+    def share(self, gm: fx.GraphModule) -> None:
+        """Stand for another graph of the same `structure` too: sizes are the same only if they are so in both."""
+        for own, node in zip(self.dynamic, gm.graph.find_nodes(op="placeholder"), strict=True):
+            for d, size in _dynamic(node).items():
+                own[d] = (own[d], size)
 
     def __call__(self, *args: Any) -> Any:
-        sizes = [args[i] if d is None else args[i].shape[d] for i, d in self.dynamic]
-        for variant in self.variants:
-            if variant.holds(sizes):
-                return variant.run(*args)
-        if len(self.variants) == MAX_VARIANTS:
-            log.warning("%s: compiled %d times, runs without the inner backend from now on", self.name, MAX_VARIANTS)
-            self.variants.append(Variant(self.gm, lambda _: True))
-        else:
-            self.variants.append(self._compile(args, sizes))
-        return self.variants[-1].run(*args)
+        variant = self._variant(args)
+        if variant is None:
+            with compile_lock:  # torch's own: two compilations at a time would share its settings
+                variant = self._variant(args)  # another thread may have been faster
+                if variant is None and len(self.variants) < MAX_VARIANTS:
+                    variant = self._compile(args)
+                    self.variants.append(variant)
+        if variant is None:
+            if not self.full:
+                self.full = True
+                log.warning(
+                    "%s: compiled %d times, runs other inputs without the inner backend", self.name, MAX_VARIANTS
+                )
+            return self.gm(*args)
+        return variant.run(*variant.sizes(args), *args)
 
-    def _compile(self, args: Sequence[Any], sizes: Sequence[int]) -> Variant:
+    def _variant(self, args: Sequence[Any]) -> Variant | None:
+        return next((variant for variant in self.variants if variant.holds(args)), None)
+
+    def _compile(self, args: Sequence[Any]) -> Variant:
         began = time.perf_counter()
         shape_env = ShapeEnv()
         mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-        symbols: list[Any] = []
-        fakes = [self._fake(i, arg, mode, shape_env, symbols) for i, arg in enumerate(args)]
+        fakes = [self._fake(i, arg, mode, shape_env) for i, arg in enumerate(args)]
+        self._unify(fakes)
         gm = copy_module(self.gm)
-        for node in gm.graph.nodes:  # the inner backend fills in its own meta, in its own shape environment
-            node.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-        with torch._dynamo.utils.preserve_rng_state(), tracing(TracingContext(mode)):
-            run = self.inner(gm, fakes)
-        self.seconds += time.perf_counter() - began
-        log.info("%s: compiled for sizes %s in %.1f s", self.name, list(sizes), time.perf_counter() - began)
-        return Variant(run, _guards(shape_env, symbols, self.name))
+        renew_values(gm, mode, fakes)
+        symbols, sizes = _bindings(fakes)
+        _prepend(gm, symbols)
+        mark_as_dynamo(gm)
+        with torch._dynamo.utils.preserve_rng_state(), tracing(TracingContext(mode)), tagged():
+            run = self.inner(gm, [*symbols, *fakes])
+        holds = guards(shape_env, fakes, args, self.static, self.writes)
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        log.info("%s: compiled for sizes %s in %.1f s", self.name, sizes(args), seconds)
+        return Variant(run, sizes, holds)
 
-    def _fake(self, i: int, arg: Any, mode: FakeTensorMode, shape_env: ShapeEnv, symbols: list[Any]) -> Any:
+    def _fake(self, i: int, arg: Any, mode: FakeTensorMode, shape_env: ShapeEnv) -> Any:
         source = LocalSource(f"arg{i}")
         if isinstance(arg, torch.Tensor):
-            dims = [d for j, d in self.dynamic if j == i and d is not None]
-            if is_traceable_wrapper_subclass(arg):  # a quantised weight: every size is fixed
-                symbols += [arg.shape[d] for d in dims]
-                return mode.from_tensor(arg, static_shapes=True, source=source)
+            if self.static[i] or is_traceable_wrapper_subclass(arg):  # of a quantised weight too every size is fixed
+                return mode.from_tensor(_plain(arg), static_shapes=True, source=source)
             # Sizes 0 and 1 are always specialised (broadcasting depends on them); such a call has its own variant.
             kinds = [
-                DimDynamic.DYNAMIC if d in dims and s not in (0, 1) else DimDynamic.STATIC
+                DimDynamic.DYNAMIC if d in self.dynamic[i] and s not in (0, 1) else DimDynamic.STATIC
                 for d, s in enumerate(arg.shape)
             ]
-            fake = mode.from_tensor(
-                arg.detach() if arg.requires_grad else arg,
-                source=source,
-                symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
-            )
-            symbols += [fake.shape[d] for d in dims]
-            return fake
-        if (i, None) in self.dynamic and arg not in (0, 1):
+            context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+            return mode.from_tensor(_plain(arg), source=source, symbolic_context=context)
+        if type(arg) is int and arg not in (0, 1):
             symbol = shape_env.create_symbol(arg, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-            symbols.append(shape_env.create_symintnode(symbol, hint=arg, source=source))
-            return symbols[-1]
-        if (i, None) in self.dynamic:
-            symbols.append(arg)
+            return shape_env.create_symintnode(symbol, hint=arg, source=source)
         return arg
 
+    def _unify(self, fakes: Sequence[Any]) -> None:
+        """Sizes that the passes know to be the same become one symbol, where the inputs bear it out."""
+        first: dict[Hashable, Any] = {}
+        for fake, dynamic in zip(fakes, self.dynamic, strict=True):
+            for d, size in dynamic.items():
+                new = fake if d is None else fake.shape[d]
+                if isinstance(new, torch.SymInt):
+                    bool(first.setdefault(size, new) == new)
 
-def _guards(shape_env: ShapeEnv, symbols: Sequence[Any], name: str) -> Callable[[Sequence[int]], bool]:
-    """Whether sizes, in the order of `symbols`, satisfy every guard of a finished compilation."""
-    original: list[sympy.Symbol | int] = [s if isinstance(s, int) else _symbol(s) for s in symbols]
-    names = {s: f"n{i}" for i, s in enumerate(original) if not isinstance(s, int)}
-    tests = [f"n{i} == {s}" if isinstance(s, int) else f"n{i} > 1" for i, s in enumerate(original)]
-    for guard in shape_env.guards:
-        if not guard.expr.free_symbols <= names.keys():
-            log.debug("%s: guard %s is about no input", name, guard.expr)
+
+def compile_pieces(pieces: Sequence[Piece], inner: InnerBackend) -> list[Callable[..., Any]]:
+    """What runs each piece. Those of one structure, such as the layers between drops, share a compilation."""
+    found: dict[Any, CompiledPiece] = {}
+    names = itertools.count()
+    runs: list[Callable[..., Any]] = []
+    for piece in pieces:
+        if piece.selection:
+            runs.append(piece.gm)
             continue
-        renamed = guard.expr.xreplace({s: sympy.Symbol(n, integer=True, positive=True) for s, n in names.items()})
-        tests.append(PythonPrinter().doprint(renamed))
-    code = f"lambda {', '.join(f'n{i}' for i in range(len(original)))}: {' and '.join(tests) or 'True'}"
-    log.debug("%s: guards %s", name, code)
-    test = eval(code, {"math": __import__("math"), "torch": torch})
-    return lambda sizes: bool(test(*sizes))
+        key, name = structure(piece.gm), f"piece {next(names)}"
+        if key in found:
+            log.debug("%s is %s once more", name, found[key].name)
+            found[key].share(piece.gm)
+        else:
+            found[key] = CompiledPiece(piece.gm, inner, name)
+        runs.append(found[key])
+    return runs
 
 
-def _symbol(size: torch.SymInt) -> sympy.Symbol:
-    """The symbol a size was created as, whatever the compilation learned about it since."""
-    found = size.node._expr
-    assert isinstance(found, sympy.Symbol)
-    return found
+def _dynamic(node: fx.Node) -> dict[int | None, Hashable]:
+    """The expressions of the symbolic sizes of an input."""
+    value = meta(node)
+    sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
+    return {d: expression(size) for d, size in sizes if isinstance(size, torch.SymInt)}
+
+
+def _plain(arg: torch.Tensor) -> torch.Tensor:
+    return arg.detach() if arg.requires_grad else arg
+
+
+def _bindings(fakes: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[int]]]:
+    """The symbols of some fakes that no integer input is, and what reads their values off the inputs.
+
+    A symbol may stand for a stride or a storage offset only: a view of a wider tensor.
+    """
+    symbols: dict[sympy.Symbol, Any] = {}
+    read: list[tuple[int, str, int]] = []
+    integers = {expression(fake) for fake in fakes if isinstance(fake, torch.SymInt)}
+    for i, fake in enumerate(fakes):
+        if not isinstance(fake, torch.Tensor) or is_traceable_wrapper_subclass(fake):
+            continue
+        parts: dict[tuple[str, int], Any] = {("size", d): s for d, s in enumerate(fake.shape)}
+        parts |= {("stride", d): s for d, s in enumerate(fake.stride())}
+        parts["storage_offset", 0] = fake.storage_offset()
+        for (kind, d), part in parts.items():
+            found = expression(part)
+            if found.is_Symbol and found not in integers and found not in symbols:
+                symbols[found] = part
+                read.append((i, kind, d))
+
+    def values(args: Sequence[Any]) -> list[int]:
+        return [
+            args[i].shape[d] if kind == "size" else args[i].stride(d) if kind == "stride" else args[i].storage_offset()
+            for i, kind, d in read
+        ]
+
+    return list(symbols.values()), values
+
+
+def _prepend(gm: fx.GraphModule, symbols: Sequence[Any]) -> None:
+    """Make symbols the first inputs of a graph."""
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        for i, symbol in enumerate(symbols):
+            node = gm.graph.placeholder(f"size_{i}", type_expr=torch.SymInt)
+            node.meta["example_value"] = symbol
+    gm.recompile()

@@ -155,7 +155,8 @@ class Report:
     def _compiled(self) -> str:
         """What was compiled: graphs of the prompt and of tokens after it, and the pieces of the former."""
         prompts = [c for c in self.compilations if c.plan.prefill]
-        runs = [run for c in prompts if isinstance(c.run, Prefill) for _, run in c.run.steps]
+        # pieces of one structure have one run
+        runs = dict.fromkeys(run for c in prompts if isinstance(c.run, Prefill) for _, run in c.run.steps)
         pieces = sum(len(run.variants) for run in runs if isinstance(run, CompiledPiece))
         inner = self.config.inner_backend if isinstance(self.config.inner_backend, str) else "the inner backend"
         text = f"compiled: {len(prompts)} of the prompt"
