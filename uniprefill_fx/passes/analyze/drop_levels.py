@@ -16,6 +16,7 @@ from torch import fx
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.attention_nodes import AttentionNode, interiors
 from uniprefill_fx.passes.analyze.batch import request_dim
+from uniprefill_fx.passes.analyze.row_kinds import Axes
 from uniprefill_fx.passes.analyze.rowwise import check_rows
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, meta, name_of, token_dims
@@ -69,8 +70,6 @@ def levels(
         inputs = [max(found[n], begins.get(n, 0)) for n in node.all_input_nodes if n not in head_region]
         found[node] = 0 if node in head_region or node.op == "output" else max(inputs, default=0)
         found[node] = max(found[node], late.get(node, 0))
-        if found[node] and node not in attention_of and node not in late and node not in interior:
-            check_rows(node, found, tokens, tokens)
         if found[node] and node in attention_of and not attention_of[node].is_prefill:
             why = attention_of[node].refusal or "its keys are not those of its queries"
             raise refuse(
@@ -79,7 +78,22 @@ def levels(
                 "drop tokens in later layers only, or in none",
                 attention_of[node].layer,
             )
-    _check_writes(graph, found, tokens)
+    _check_writes(graph, found, tokens, head_region)
+    batch = expression(meta(next(a for a in attention_nodes if a.is_prefill).q).shape[0])
+    understood = [a for a in attention_nodes if a.mask is not None]
+    reads = {n for a in understood if found[a.node] for n in (a.q, a.k, a.v)}
+    skipped = (interior | set(late)) - set(attention_of)
+    check_rows(
+        graph,
+        found,
+        Axes(tokens, tokens),
+        batch,
+        set(attention_of),
+        skipped,
+        lambda n: row_numbers(n, found),
+        head_region,
+        reads,
+    )
     return found
 
 
@@ -98,10 +112,14 @@ def _written_later(
     return late
 
 
-def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol) -> None:
+def _check_writes(
+    graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol, head_region: frozenset[fx.Node]
+) -> None:
     """Refuse a write that reaches, by aliasing, a value which another level reads through its own gathered copy."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         for target in written_nodes(node):
+            copied: list[fx.Node] = []  # readers of gathered copies
             for alias in aliases(target):
                 if found[node] and alias.op == "placeholder":
                     raise refuse(
@@ -109,12 +127,24 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
                         f"kept rows are written into `{alias.name}`, a buffer that comes from outside (StaticCache?)",
                         "pass transformers' DynamicCache, or none; such a call stays dense",
                     )
-                if token_dims(alias, tokens) and found[alias] != found[node]:
+                if not token_dims(alias, tokens):
+                    continue
+                later = [user for user in alias.users if order[user] > order[node]]
+                if node in head_region and alias not in head_region and all(user in head_region for user in later):
+                    continue  # written behind the restored stream, and read there alone
+                if found[alias] != found[node]:
                     raise refuse(
                         Category.MUTATION,
                         f"`{name_of(node)}` writes into a value of all tokens from the kept ones",
                         "the write would be lost in a gathered copy",
                     )
+                copied += [user for user in alias.users if found[user] > found[alias]]
+            if len({order[user] > order[node] for user in copied}) > 1:
+                raise refuse(
+                    Category.MUTATION,
+                    f"`{name_of(node)}` writes into a value that is read behind a drop before and after it",
+                    "the gathered copy would be that of before",
+                )
 
 
 @timed("gather_rules")
