@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from uniprefill_fx.passes.node_utils import meta, name_of
+from uniprefill_fx.passes.node_utils import meta
+from uniprefill_fx.passes.schemas import effects
 
 
 class Ancestry:
@@ -30,27 +31,9 @@ class Ancestry:
         return bool(self._bits[node] >> self.order[on] & 1)
 
 
-VIEWS = frozenset(
-    "view reshape transpose permute unsqueeze squeeze expand getitem chunk split narrow select t T unbind movedim "
-    "swapaxes view_as flatten unflatten expand_as detach contiguous to".split()
-)
-
-
 def written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose storage this node writes: the first argument of an in-place operation, or `out=`."""
-    name = name_of(node)
-    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
-        in_place = name in IN_PLACE_OPERATORS  # `operator.and_` ends so to differ from a keyword, and writes nothing
-    else:
-        in_place = name.endswith("_") and not name.endswith("__")
-    written = [node.args[0]] if in_place and node.args else []
-    written.append(node.kwargs.get("out"))
-    return tuple(w for w in written if isinstance(w, fx.Node) and isinstance(meta(w), torch.Tensor))
-
-
-IN_PLACE_OPERATORS = frozenset(
-    "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split(),
-)
+    """The nodes whose storage this node writes, by the schema of its operator; all it reads where nothing tells."""
+    return effects(node).writes
 
 
 def aliases(node: fx.Node, through_writes: bool = True) -> list[fx.Node]:
@@ -58,17 +41,18 @@ def aliases(node: fx.Node, through_writes: bool = True) -> list[fx.Node]:
 
     `through_writes=False` leaves out the results of in-place operations, which are the written tensor itself.
     """
-    found: list[fx.Node] = []
+    found: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
         current = pending.pop()
         if current in found:
             continue
-        found.append(current)
-        if name_of(current) in VIEWS or (through_writes and written_nodes(current)):
-            pending.extend(a for a in current.args[:1] if isinstance(a, fx.Node))
+        found[current] = None
+        own = effects(current)
+        if through_writes or not own.writes:
+            pending.extend(own.shares)
         for user in current.users:
-            shares = name_of(user) in VIEWS or (through_writes and bool(written_nodes(user)))
-            if shares and user.args and user.args[0] is current:
+            its = effects(user)
+            if current in its.shares and (through_writes or not its.writes):
                 pending.append(user)
     return [n for n in found if isinstance(meta(n), torch.Tensor | tuple | list) or n is node]

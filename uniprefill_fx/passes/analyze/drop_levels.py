@@ -15,6 +15,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.batch import request_dim
+from uniprefill_fx.passes.analyze.row_kinds import Axes
 from uniprefill_fx.passes.analyze.rowwise import check_rows
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
@@ -68,9 +69,6 @@ def drop_levels(
         inputs = [max(found[n], begins.get(n, 0)) for n in _read_by(node, attention_of) if n not in head_region]
         found[node] = 0 if node in head_region or node.op == "output" else max(inputs, default=0)
         found[node] = max(found[node], late.get(node, 0))
-        known = node in attention_of or node in interior or node in stores or node in late
-        if found[node] and not known:
-            check_rows(node, found, tokens, tokens)
         if found[node] and node in attention_of and not attention_of[node].is_prefill:
             why = attention_of[node].refusal or "its keys are not those of its queries"
             raise refuse(
@@ -79,8 +77,23 @@ def drop_levels(
                 "drop tokens in later layers only, or in none",
                 attention_of[node].layer,
             )
-    _check_writes(graph, found, tokens, stores | interior)
+    _check_writes(graph, found, tokens, head_region, stores | interior)
     _check_outputs(attention_nodes, found)
+    batch = next(a for a in attention_nodes if a.is_prefill).batch
+    reads = {n for a in attention_nodes if a.spec and found[a.node] for n in (a.q, a.k, a.v)}
+    given = {n for a in attention_nodes for n in (a.node, a.output)}
+    skipped = (interior | set(late) | stores) - given
+    check_rows(
+        graph,
+        found,
+        Axes(tokens, tokens),
+        batch,
+        given,
+        skipped,
+        lambda n: row_numbers(n, found),
+        head_region,
+        reads,
+    )
     return found
 
 
@@ -111,10 +124,18 @@ def _written_later(
     return late
 
 
-def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symbol, known: Collection[fx.Node]) -> None:
+def _check_writes(
+    graph: fx.Graph,
+    found: dict[fx.Node, int],
+    tokens: sympy.Symbol,
+    head_region: frozenset[fx.Node],
+    known: Collection[fx.Node],
+) -> None:
     """Refuse a write that reaches, by aliasing, a value which another level reads through its own gathered copy."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         for target in written_nodes(node) if node not in known else ():
+            copied: list[fx.Node] = []  # readers of gathered copies
             for alias in aliases(target):
                 if found[node] and alias.op == "placeholder":
                     raise refuse(
@@ -122,12 +143,24 @@ def _check_writes(graph: fx.Graph, found: dict[fx.Node, int], tokens: sympy.Symb
                         f"kept rows are written into `{alias.name}`, a buffer that comes from outside (StaticCache?)",
                         "pass transformers' DynamicCache, or none; such a call stays dense",
                     )
-                if token_dims(alias, tokens) and found[alias] != found[node]:
+                if not token_dims(alias, tokens):
+                    continue
+                later = [user for user in alias.users if order[user] > order[node]]
+                if node in head_region and alias not in head_region and all(user in head_region for user in later):
+                    continue  # written behind the restored stream, and read there alone
+                if found[alias] != found[node]:
                     raise refuse(
                         Category.MUTATION,
                         f"`{name_of(node)}` writes into a value of all tokens from the kept ones",
                         "the write would be lost in a gathered copy",
                     )
+                copied += [user for user in alias.users if found[user] > found[alias]]
+            if len({order[user] > order[node] for user in copied}) > 1:
+                raise refuse(
+                    Category.MUTATION,
+                    f"`{name_of(node)}` writes into a value that is read behind a drop before and after it",
+                    "the gathered copy would be that of before",
+                )
 
 
 def _check_outputs(attention_nodes: Sequence[AttentionNode], found: dict[fx.Node, int]) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, RefusalError, refuse
+from uniprefill_fx.passes.analyze.row_kinds import Axes
 from uniprefill_fx.passes.analyze.rowwise import check_rows
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import arguments, expression, meta, shape, token_dims
@@ -60,13 +61,13 @@ def latent_kv(
     first = next((i for i, node in enumerate(ordered) if not is_root(node)), len(ordered))
     if any(is_root(node) for node in ordered[first:]):
         raise _refused(f"`{ordered[first].name}` is made before the rows that it is to hold")
+    check_rows(ends[0].graph, found, Axes(tokens, count), given=ordered[:first], ends=ends if ordered else ())
     for node in ordered[first:]:
         _check(node, found, tokens, count)
     return LatentKV(tuple(ordered[:first]), tuple(ordered[first:]))
 
 
 def _check(node: fx.Node, found: dict[fx.Node, int], tokens: sympy.Symbol, count: sympy.Expr) -> None:
-    check_rows(node, found, tokens, count)
     if isinstance(meta(node), torch.Tensor):
         sizes = [size for size in shape(node) or () if tokens in size.free_symbols]
         if sizes != [count]:
