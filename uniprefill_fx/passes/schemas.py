@@ -14,7 +14,6 @@ import logging
 import operator
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,18 +63,17 @@ class Effects:
     known: bool = True
 
 
-_found: weakref.WeakKeyDictionary[fx.Node, tuple[Any, Any, Any, Effects]] = weakref.WeakKeyDictionary()
-
-
 def effects(node: fx.Node) -> Effects:
     """What a node writes and shares. Only arguments that hold tensors are named."""
     if node.op not in ("call_function", "call_method"):
         return Effects()
-    kept = _found.get(node)
+    # kept with the graph: they name its nodes, and go when it goes
+    found: dict[fx.Node, tuple[Any, Any, Any, Effects]] = vars(node.graph).setdefault("_uniprefill_effects", {})
+    kept = found.get(node)
     if kept is not None and kept[0] == node.target and kept[1] is node.args and kept[2] is node.kwargs:
         return kept[3]
     done = _effects(node)
-    _found[node] = (node.target, node.args, node.kwargs, done)
+    found[node] = (node.target, node.args, node.kwargs, done)
     return done
 
 
