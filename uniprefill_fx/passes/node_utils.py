@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+import uniprefill_fx.ops  # noqa: F401  `is_op` asks for its operators
 from uniprefill_fx.torch_internals import size_expression
 
 
