@@ -53,7 +53,7 @@ def guards(
 def _shape_guards(shape_env: ShapeEnv, fakes: Sequence[Any]) -> Test:
     """The sizes, strides and storage offsets of inputs; None stands for one that is not looked at."""
     # A quantised tensor that is no parameter: its sizes are numbers, and its class is all that can be told.
-    watched = [f if _is_plain(f) or isinstance(f, torch.SymInt) else None for f in fakes]
+    watched: list[Any] = [f if _is_plain(f) or isinstance(f, torch.SymInt) else None for f in fakes]
     known = set().union(*(_symbols(f) for f in watched))
     about = [g for g in shape_env.guards if shape_env.simplify(g.expr).free_symbols <= known]
     if len(about) < len(shape_env.guards):
