@@ -59,7 +59,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # Triton keeps what it compiled, and for what, by the number of the device
 
     def get_current_stream(self, device: int) -> int:
         return 0
