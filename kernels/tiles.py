@@ -33,7 +33,7 @@ class Tiles:
 
 THREAD_REGISTERS = 255  # the most that a thread of any NVIDIA GPU has
 OTHER_REGISTERS = 32  # of a thread, for operands and addresses of a product; a Hopper one of 256 columns takes 30
-OTHER_MEMORY = 2048  # bytes of shared memory that sums across warps take beside the operands
+OTHER_MEMORY = 2560  # bytes of shared memory that sums across warps take beside the operands
 
 
 def _compiles(tiles: Tiles, columns: int, operands: int, shared_memory: int) -> bool:
