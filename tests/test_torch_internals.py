@@ -130,6 +130,10 @@ def test_marks() -> None:
     tensor = torch.ones(2, 3)
     assert internals.mark_maybe_dynamic(tensor, [0, 1])
     assert not internals.mark_maybe_dynamic(tensor, [1]) and not internals.mark_maybe_dynamic(tensor, [])
+    marked = torch.ones(2, 3)
+    torch._dynamo.mark_dynamic(marked, 1)
+    internals.mark_maybe_dynamic(marked, [1])
+    assert not internals.mark_maybe_dynamic(marked, [1])  # or a backend would ask for a new trace for ever
     gm = traced(lambda x: x * 2, tensor, dynamic=None)  # type: ignore[arg-type]
     (placeholder,) = inputs_of(gm)
     assert all(isinstance(size, torch.SymInt) for size in placeholder.meta["example_value"].shape)

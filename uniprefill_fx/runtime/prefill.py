@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.node_utils import expression, is_op, is_selected, meta, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
 from uniprefill_fx.passes.rewrite.split import Piece
-from uniprefill_fx.runtime.last_call import LastCall, record
+from uniprefill_fx.runtime.last_call import DroppedCall, Drops, LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
 from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
 from uniprefill_fx.torch_internals import mark_maybe_dynamic
@@ -194,7 +193,9 @@ class Prefill:
                 if spoiled is None and _spoiled(scores, kept[-1][1] if kept else token_bounds, kept_bounds):
                     spoiled = self._warn_of_scores(len(kept))
                 kept.append((kept_indices, kept_bounds))
-        self._record(token_bounds, int(args[self.count_input]), kept, changed, spoiled)
+        layers = tuple(drop.attention.layer for drop in self.plan.drops)
+        drops = Drops(layers, self.plan.num_layers, token_bounds, tuple(kept))
+        record(DroppedCall(drops, spoiled, changed, int(args[self.count_input])))
         return fx.node.map_arg(self.output, values.__getitem__)
 
     def _warn_of_scores(self, ordinal: int) -> Refusal:
@@ -209,37 +210,6 @@ class Prefill:
             self.warned_of_scores = True
             warnings.warn(f"uniprefill: {reason}", stacklevel=4)
         return reason
-
-    def _record(
-        self,
-        token_bounds: Tensor,
-        width: int,
-        kept: Sequence[tuple[Tensor, Tensor]],
-        changed: dict[str, Any],
-        spoiled: Refusal | None,
-    ) -> None:
-        layers = [drop.attention.layer for drop in self.plan.drops]
-        tokens, placed = (
-            int((token_bounds[:, 1] - token_bounds[:, 0]).sum()),
-            tuple((a, b) for a, b in token_bounds.tolist()),
-        )
-        positions: dict[int, Tensor] = {}
-        bounds: dict[int, tuple[int, ...]] = {}
-        columns: list[Tensor] | None = None  # by request, the positions of the stream's rows
-        for layer, (indices, kept_bounds) in zip(layers, kept, strict=True):
-            own = [indices[r, start:end] for r, (start, end) in enumerate(kept_bounds.tolist())]
-            if columns is not None:
-                firsts = token_bounds[:, 0].tolist()
-                own = [c[o - first] for c, o, first in zip(columns, own, firsts, strict=True)]
-            columns, token_bounds = own, kept_bounds
-            positions[layer] = torch.cat(own)
-            bounds[layer] = (0, *itertools.accumulate(len(o) for o in own))
-        rows_of = []
-        for layer in range(self.plan.num_layers):
-            before = [at for at in layers if at < layer]
-            rows_of.append(len(positions[before[-1]]) if before else tokens)
-        dropped = spoiled is None or len(positions[layers[-1]]) < tokens
-        record(LastCall(dropped, spoiled, tokens, tuple(rows_of), positions, bounds, changed, width, placed))
 
 
 def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:
