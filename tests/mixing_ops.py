@@ -208,7 +208,9 @@ MIXING: dict[str, Op] = {
     "median": lambda x, t: x - x.median(t, keepdim=True).values,
     "logcumsumexp": lambda x, t: x.logcumsumexp(t),
     "linear attention": channels_last(lambda y: y @ (y.mT @ y) * 1e-3),
-    "symmetric convolution": tokens_last(lambda y: F.conv1d(y, y.new_ones(y.shape[1], 1, 3), padding=1, groups=y.shape[1])),
+    "symmetric convolution": tokens_last(
+        lambda y: F.conv1d(y, y.new_ones(y.shape[1], 1, 3), padding=1, groups=y.shape[1])
+    ),
     "first row": lambda x, t: x - x.narrow(t, 0, 1),
     "last row": lambda x, t: x - x.narrow(t, -1, 1),
     "rank": lambda x, t: x.argsort(t).argsort(t).float() * 0.01,

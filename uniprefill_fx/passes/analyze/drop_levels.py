@@ -86,8 +86,7 @@ def levels(
     check_rows(
         graph,
         found,
-        Axes(tokens, tokens),
-        batch,
+        Axes(tokens, tokens, batch),
         set(attention_of),
         skipped,
         lambda n: row_numbers(n, found),

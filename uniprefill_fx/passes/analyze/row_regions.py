@@ -10,7 +10,15 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.analyze.row_kinds import Axes, Kinds, Mixed, Rows, Same, State
-from uniprefill_fx.passes.analyze.rowwise_ops import CONVOLVES, FILLS, GROUPS, POINTWISE, dimensions, is_random, known_name
+from uniprefill_fx.passes.analyze.rowwise_ops import (
+    CONVOLVES,
+    FILLS,
+    GROUPS,
+    POINTWISE,
+    dimensions,
+    is_random,
+    known_name,
+)
 from uniprefill_fx.passes.analyze.rowwise_ops import ALONG
 from uniprefill_fx.passes.analyze.rowwise_probe import ProbeError, Runs, any_tensor
 from uniprefill_fx.passes.dataflow import aliases
@@ -37,11 +45,10 @@ class Regions:
         self,
         graph: fx.Graph,
         axes: Axes,
-        batch: sympy.Expr,
         level: Mapping[fx.Node, int],
         kind_of: Callable[..., Kinds],
     ) -> None:
-        self.graph, self.axes, self.batch, self.level, self.kind_of = graph, axes, batch, level, kind_of
+        self.graph, self.axes, self.level, self.kind_of = graph, axes, level, kind_of
         self.numbers = _numbers(graph)
         self.longest = _largest_number(graph, level)
         self.chain: list[fx.Node] = []  # nodes of chains, in order
@@ -111,7 +118,8 @@ class Regions:
                 at = next(i for i, item in enumerate(index) if item is Ellipsis)
                 index[at : at + 1] = [slice(None)] * (meta(source).ndim - len(index) + 1)
             return any(
-                d < len(index) and (isinstance(index[d], int) or (isinstance(index[d], slice) and index[d] != slice(None)))
+                d < len(index)
+                and (isinstance(index[d], int) or (isinstance(index[d], slice) and index[d] != slice(None)))
                 for d in dims
             )
         return False
@@ -134,7 +142,7 @@ class Regions:
         return found[0]
 
     def _once(self, node: fx.Node, tokens: int, precise: bool) -> tuple[Kinds, dict[int, Kinds]]:
-        runs = Runs(self.axes, tokens, self.batch, self.numbers, precise)
+        runs = Runs(self.axes, tokens, self.numbers, precise)
         for read in node.all_input_nodes:
             self._make(read, node, runs)
         runs.run(node)
@@ -145,7 +153,7 @@ class Regions:
         if self.longest > FARTHEST:
             raise ProbeError(f"whole numbers are compared with {self.longest}")
         if self.runs is None:
-            self.runs = Runs(self.axes, max(SHORT, 2 * self.longest + 3), self.batch, self.numbers, precise=False)
+            self.runs = Runs(self.axes, max(SHORT, 2 * self.longest + 3), self.numbers, precise=False)
         for earlier in (*self.chain[self.run_up_to :], node):
             for read in earlier.all_input_nodes:
                 self._make(read, earlier, self.runs)
@@ -249,4 +257,3 @@ def _largest_number(graph: fx.Graph, level: Mapping[fx.Node, int]) -> int:
             if any(isinstance(v, torch.Tensor) and not v.is_floating_point() for v in values):
                 largest = max(largest, _largest_constant(node))
     return largest
-
