@@ -178,7 +178,8 @@ def _plan(
 def _check_prompts(stream: fx.Node, attention: AttentionNode, tokens: sympy.Symbol) -> None:
     """Refuse prompts that lie side by side in the axis of heads, where `products.unify_attention_form` sees none."""
     sizes = shape(stream) or ()
-    prompts = sympy.prod(size for d, size in enumerate(sizes[:-1]) if d not in token_dims(stream, tokens))
+    beside = [size for d, size in enumerate(sizes) if d not in token_dims(stream, tokens)]  # prompts, then channels
+    prompts = sympy.prod(beside[:-1])
     if prompts != attention.batch:
         raise refuse(
             Category.BATCH,
