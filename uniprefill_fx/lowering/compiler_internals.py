@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import detect_fake_mode, preserve_rng_state
-from torch._guards import TracingContext, tracing
+from torch._dynamo.utils import preserve_rng_state
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
