@@ -14,7 +14,7 @@ from torch import Tensor
 Op = Callable[[Tensor, int], Tensor]
 
 
-# -- operators that the package has never heard of ----------------------------------------------------------------------
+# -- operators that the package has never heard of -------------------------------------------------------------------
 
 
 @torch.library.custom_op("rowwise_test::average", mutates_args=())
@@ -77,7 +77,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-# -- helpers ------------------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def channels(x: Tensor, t: int) -> int:
@@ -132,7 +132,7 @@ def scaled_into(x: Tensor, t: int) -> Tensor:
 
 
 def out_form(x: Tensor, t: int) -> Tensor:
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)  # Dynamo breaks the graph at any other
     torch.mul(x, 0.3, out=out)
     return out.sin_()
 
@@ -255,7 +255,7 @@ ROWWISE: dict[str, Op] = {
     "dropout": lambda x, t: F.dropout(x, 0.5, training=False),
     "where": lambda x, t: torch.where(x > 0, x, x.neg() * 0.1),
     "complex": channels_last(
-        lambda y: torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * 1j).flatten(-2)
+        lambda y: torch.view_as_real(torch.view_as_complex(y.contiguous().unflatten(-1, (-1, 2))) * 1j).flatten(-2)
     ),
     "norm of channels": lambda x, t: x / (1 + torch.linalg.vector_norm(x, dim=channels(x, t), keepdim=True)),
 }

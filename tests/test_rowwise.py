@@ -14,8 +14,8 @@ from mixing_ops import MIXING, ROWWISE, Op, channels_last, experts
 from torch import Tensor, fx
 
 from uniprefill_fx.errors import RefusalError
-from uniprefill_fx.passes.analyze import row_regions, rowwise
-from uniprefill_fx.passes.analyze.row_kinds import Axes, Mixed, Rows, Same, State
+from uniprefill_fx.passes.analyze import rowwise, rowwise_regions
+from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Mixed, Rows, Same, State
 from uniprefill_fx.passes.node_utils import expression, meta, name_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -125,7 +125,7 @@ def test_the_reason_names_the_operation(name: str) -> None:
     assert f"`{NAMED[name]}`" in str(refusal(MIXING[name]))
 
 
-# -- chains ---------------------------------------------------------------------------------------------------------------
+# -- chains ----------------------------------------------------------------------------------------------------------
 
 
 def kinds_of(op: Op) -> dict[str, Any]:
@@ -187,8 +187,13 @@ def test_causal_convolutions_see_kept_rows_as_neighbours() -> None:
 def test_a_call_is_run_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of many layers costs as many probes as one of two."""
     ran: list[str] = []
-    run = row_regions.Runs.run
-    monkeypatch.setattr(row_regions.Runs, "run", lambda self, node: (ran.append(name_of(node)), run(self, node))[1])
+    run = rowwise_regions.Runs.run
+
+    def counted(self: rowwise_regions.Runs, node: fx.Node) -> None:
+        ran.append(name_of(node))
+        run(self, node)
+
+    monkeypatch.setattr(rowwise_regions.Runs, "run", counted)
 
     def layers(count: int) -> int:
         def op(x: Tensor, t: int) -> Tensor:

@@ -41,21 +41,22 @@ def token_dims(node: fx.Node, tokens: sympy.Symbol) -> tuple[int, ...]:
 
 def arguments(node: fx.Node) -> Iterator[Any]:
     """Every leaf of a node's args and kwargs."""
+    yield from leaves_of(node.args)
+    yield from leaves_of(node.kwargs)
 
-    def leaves(value: Any) -> Iterator[Any]:
-        if isinstance(value, tuple | list):
-            for item in value:
-                yield from leaves(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                yield from leaves(item)
-        elif isinstance(value, slice):
-            yield from (value.start, value.stop, value.step)
-        else:
-            yield value
 
-    yield from leaves(node.args)
-    yield from leaves(node.kwargs)
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Everything in nested sequences, dicts and slices."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves_of(item)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
 
 
 def name_of(node: fx.Node) -> str:

@@ -13,7 +13,6 @@ import inspect
 import logging
 import operator
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from uniprefill_fx.passes.node_utils import arguments, meta
+from uniprefill_fx.passes.watched_calls import watched
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,6 @@ OPERATORS: dict[Callable[..., Any], str] = {
         **{"ilshift": "__ilshift__", "irshift": "__irshift__"},
     }.items()
 }
-# `x @= y` is `x = x @ y`: PyTorch has no matmul_.
-MAKES_NEW = frozenset({operator.imatmul})
 # These write running statistics, which their schemas do not mark, where the named flag is true.
 UNMARKED = {
     name: ("training", "train", "use_input_stats")
@@ -91,19 +88,21 @@ def _effects(node: fx.Node) -> Effects:
         return Effects((), () if copies else (base,))
     if node.target is getattr:
         return Effects((), (base,) if isinstance(base, fx.Node) else ())
+    if node.target is operator.imatmul:
+        return Effects()  # `x @= y` is `x = x @ y`: there is no matmul_
     found = overloads(node)
     declared = _declared(node, found) if found else None
     if declared is not None:
         return declared
-    watched = _watched(node)
-    if watched is None and found:  # PyTorch's own operators mark what they write
+    found_by_running = watched(node)
+    if found_by_running is None and found:  # PyTorch's own operators mark what they write
         return Effects(tuple(_unmarked(node)), tuple(operands) if _holds_tensors(meta(node)) else ())
-    if watched is None:
+    if found_by_running is None:
         log.info("nothing says what `%s` writes", node.target)
         return Effects(tuple(operands), tuple(operands), known=False)
     leaves = list(arguments(node))
-    writes, shares = (tuple(dict.fromkeys(leaves[i] for i in places)) for places in watched)
-    return Effects((*writes, *_unmarked(node)), shares)
+    writes, shares = (tuple(dict.fromkeys(leaves[i] for i in places)) for places in found_by_running)
+    return Effects(tuple(dict.fromkeys((*writes, *_unmarked(node)))), shares)
 
 
 def overloads(node: fx.Node) -> tuple[OpOverload, ...]:
@@ -187,7 +186,7 @@ def _unmarked(node: fx.Node) -> list[fx.Node]:
         name == "batch_norm" and not found and "training" not in given
     ):
         return []
-    return [n for key, n in given.items() if key in STATISTICS and isinstance(n, fx.Node)]
+    return list(dict.fromkeys(n for key, n in given.items() if key in STATISTICS and isinstance(n, fx.Node)))
 
 
 def _index(node: fx.Node) -> tuple[Any, ...]:
@@ -199,103 +198,3 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return any(_holds_tensors(item) for item in value)
     return isinstance(value, torch.Tensor)
-
-
-# -- calls that are watched ---------------------------------------------------------------------------------------------
-
-
-class _Watch(TorchDispatchMode):
-    """Notes the storages that operators write, by their schemas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schemas = func._schema.arguments
-        given = list(zip(schemas, args, strict=False)) + [(s, kwargs[s.name]) for s in schemas if s.name in kwargs]
-        for schema, value in given:
-            if schema.alias_info is not None and schema.alias_info.is_write:
-                self.written |= set(_storages(value))
-        return func(*args, **kwargs)
-
-
-def _storages(value: Any) -> Iterator[int]:
-    if isinstance(value, torch.Tensor):
-        yield value.untyped_storage()._cdata
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _storages(item)
-
-
-_watches: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
-
-
-def _watched(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which leaves of the arguments a call wrote, and shares storage with, on tensors without data; None if it fails."""
-    # What a call that makes new tensors only does is no question of its sizes: one of each kind is run.
-    if node.target in MAKES_NEW:
-        return (), ()
-    try:
-        args, kwargs = (fx.node.map_arg(part, _stand_in) for part in (node.args, node.kwargs))
-    except Exception as error:  # a size that no number is known of
-        log.info("`%s` cannot be watched: %s", node.target, error)
-        return None
-    leaves = [leaf for leaf in arguments(_Call(args, kwargs))]
-    key = (node.op, node.target, tuple(_kind(leaf) for leaf in leaves))
-    if key not in _watches:
-        _watches[key] = _watch(node, args, kwargs, leaves)
-    return _watches[key]
-
-
-@dataclass(frozen=True)
-class _Call:
-    args: Any
-    kwargs: Any
-
-
-def _watch(node: fx.Node, args: Any, kwargs: Any, leaves: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    watch = _Watch()
-    try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad(), watch:
-            warnings.simplefilter("ignore")
-            if node.op == "call_method":
-                out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                assert callable(node.target)
-                out = node.target(*args, **kwargs)
-    except Exception as error:
-        log.info("`%s` cannot be watched: %s", node.target, error)
-        return None
-    results = set(_storages(out if isinstance(out, torch.Tensor | tuple | list) else ()))
-    of_leaf = [set(_storages(leaf)) for leaf in leaves]
-    writes = tuple(i for i, own in enumerate(of_leaf) if own & watch.written)
-    return writes, tuple(i for i, own in enumerate(of_leaf) if own & results)
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, tuple(leaf.shape), leaf.stride()
-    return type(leaf), leaf if isinstance(leaf, int | float | str | bool | torch.dtype | torch.device) else repr(leaf)
-
-
-def _stand_in(node: fx.Node) -> Any:
-    return fx.node.map_aggregate(meta(node), _stand_in_value)
-
-
-def _stand_in_value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        sizes = [_number(s) for s in value.shape]
-        return torch.empty_strided(sizes, [_number(s) for s in value.stride()], dtype=value.dtype, device="meta")
-    return _number(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
-
-
-def _number(size: Any) -> Any:
-    """The number that tracing had for a size."""
-    if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-        hint = size.node.hint
-        if hint is None:
-            raise ValueError(f"no number is known of {size}")
-        return hint
-    return size

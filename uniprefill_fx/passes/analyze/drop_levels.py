@@ -15,8 +15,8 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.batch import request_dim
-from uniprefill_fx.passes.analyze.row_kinds import Axes
 from uniprefill_fx.passes.analyze.rowwise import check_rows
+from uniprefill_fx.passes.analyze.rowwise_kinds import Axes
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, meta, name_of, token_dims

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, RefusalError, refuse
-from uniprefill_fx.passes.analyze.row_kinds import Axes
 from uniprefill_fx.passes.analyze.rowwise import check_rows
+from uniprefill_fx.passes.analyze.rowwise_kinds import Axes
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import arguments, expression, meta, shape, token_dims
 

@@ -23,9 +23,10 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, RefusalError, refuse
 from uniprefill_fx.ops.mixer import bind
-from uniprefill_fx.passes.analyze.row_kinds import Axes, Kind, Kinds, Mixed, Rows, Same, State
-from uniprefill_fx.passes.analyze.row_regions import Regions
-from uniprefill_fx.passes.analyze.rowwise_ops import FILLS, Rules, known_name
+from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kinds, Mixed, Rows, Same, State
+from uniprefill_fx.passes.analyze.rowwise_ops import FILLS, known_name
+from uniprefill_fx.passes.analyze.rowwise_regions import Regions
+from uniprefill_fx.passes.analyze.rowwise_rules import Rules
 from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import arguments, expression, is_op, meta, name_of, token_dims
 from uniprefill_fx.passes.schemas import effects
@@ -36,6 +37,8 @@ SIZED = frozenset(
     "view reshape expand repeat repeat_interleave new_zeros new_ones new_empty new_full zeros ones empty full arange "
     "split split_with_sizes narrow getitem unflatten resize_ setitem mixer".split()
 )
+
+SIZES = frozenset("size numel dim".split())
 
 
 def check_rows(
@@ -54,7 +57,8 @@ def check_rows(
     Args:
         level: nonzero for values that will hold fewer rows.
         given: nodes whose rows are known to be right: attention, rows of a cache. skipped: nodes that nobody will run.
-        numbers_rows: whether an arange counts the rows anew. head_region: what is computed from the restored stream. ends: values that must have rows, besides outputs.
+        numbers_rows: whether an arange counts the rows anew. head_region: what is computed from the restored stream.
+        ends: values that must have rows, besides outputs.
 
     Raises:
         RefusalError: with fewer rows one would compute something else, or it is not known what.
@@ -121,12 +125,17 @@ class _Checker:
             self._written(node, kind)
 
     def _kind(self, node: fx.Node) -> Kinds:
-        read = [self.kind_of(n, node) for n in node.all_input_nodes]
-        kinds = [k for kind in read for k in (kind if isinstance(kind, tuple) else (kind,))]
+        name, read = known_name(node), [self.kind_of(n, node) for n in node.all_input_nodes]
         if not effects(node).known:
             return Mixed(f"nothing says what `{name_of(node)}` writes")
-        if known_name(node) == "arange":
+        if name == "arange":
             return Mixed(f"`arange` counts the rows of `{node.name}`", groups=True)
+        if name in SIZES or (name in FILLS and name not in ("full", "full_like", "new_full", "fill")):
+            return Same()
+        if name == "getitem" and isinstance(read[0], tuple) and isinstance(node.args[1], int):
+            picked = read[0][node.args[1]]
+            return picked if not isinstance(picked, Mixed) else self.regions.kind(node, [picked])
+        kinds = [k for kind in read for k in (kind if isinstance(kind, tuple) else (kind,))]
         mixed = [k for k in kinds if isinstance(k, Mixed)]
         if not mixed:
             found = self.rules.result(node, lambda n: self.kind_of(n, node))
@@ -134,14 +143,6 @@ class _Checker:
                 return found
             if any(isinstance(k, State) for k in kinds):
                 return Mixed(f"`{name_of(node)}` reads the last rows, or a state, beside the rows of all tokens")
-        elif (known_name(node) in FILLS and known_name(node) not in ("full_like", "new_full", "fill")) or known_name(
-            node
-        ) in ("size", "numel", "dim"):
-            return Same()
-        if known_name(node) == "getitem" and isinstance(self.kinds.get(node.args[0]), tuple):
-            picked = self.kinds[node.args[0]]
-            if isinstance(node.args[1], int) and not isinstance(picked[node.args[1]], Mixed):
-                return picked[node.args[1]]
         return self.regions.kind(node, mixed)
 
     def kind_of(self, node: Any, reader: fx.Node | None = None) -> Kinds:
@@ -160,7 +161,7 @@ class _Checker:
             return Mixed("`arange` counts the rows", groups=True)
         return self.axes.plain(value) or Mixed(f"`{node.name}` of shape {tuple(value.shape)} has no row for each token")
 
-    # -- writes -------------------------------------------------------------------------------------------------------
+    # -- writes ------------------------------------------------------------------------------------------------------
 
     def _written(self, node: fx.Node, kind: Kinds) -> None:
         """A node writes: whoever shares storage with its target now holds what was written."""
@@ -185,7 +186,7 @@ class _Checker:
         reason = f"`{name_of(node)}` reads for all tokens what was written from the kept ones"
         self.kinds[node] = Mixed(reason) if self.axes.dims(meta(node)) else State()
 
-    # -- what no probe can tell ---------------------------------------------------------------------------------------
+    # -- what no probe can tell --------------------------------------------------------------------------------------
 
     def _check_form(self, node: fx.Node) -> None:
         name, tokens = name_of(node), self.axes.tokens
@@ -231,6 +232,3 @@ def _check_unpacked(mixer: fx.Node) -> None:
                 f"a mixer over packed requests, `{argument}` of {mixer.args[0]}",
                 "such a call stays dense; run prompts one by one",
             )
-
-
-_ = Kind

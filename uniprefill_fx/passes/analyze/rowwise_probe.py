@@ -8,9 +8,10 @@ over the first elements of a long axis only: which rows they relate is the same.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +20,12 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from uniprefill_fx.passes.analyze.row_kinds import Axes, Kind, Kinds, Rows, Same
-from uniprefill_fx.passes.analyze.rowwise_ops import FILLS, GROUPED, PRODUCTS, known_name
+from uniprefill_fx.passes.analyze.rowwise_calls import LARGE, any_tensor, call, cards, same
+from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kind, Kinds, Rows, Same
 from uniprefill_fx.passes.node_utils import expression, meta
 
 log = logging.getLogger(__name__)
 
-SUMMED = 16  # the elements that a product of a probe sums over
-LARGE = 1 << 18  # elements of a weight that is made of a small buffer
 BATCH = 3  # prompts, where their number is a symbol
 
 
@@ -66,7 +65,7 @@ class Runs:
     def rows_in(self, version: int) -> int:
         return self.tokens if version < 2 else self.kept[version - 2].shape[1]
 
-    # -- making values --------------------------------------------------------------------------------------------------
+    # -- making values -----------------------------------------------------------------------------------------------
 
     def make(self, node: fx.Node, kind: Kind) -> None:
         """Random values for a node of this kind, the same rows in every version."""
@@ -124,7 +123,7 @@ class Runs:
     def shape(self, value: torch.Tensor, version: int) -> tuple[int, ...]:
         return tuple(self.number(size, version) for size in value.shape)
 
-    # -- taking rows ----------------------------------------------------------------------------------------------------
+    # -- taking rows -------------------------------------------------------------------------------------------------
 
     def _apart(self, tensor: torch.Tensor, kind: Rows, value: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
         """A value of all tokens with its axis of tokens by itself; that axis, and the axis of prompts.
@@ -177,18 +176,24 @@ class Runs:
         where = self._spread(kept.to(first.device), parts.ndim, dim, requests)
         return torch.where(where, parts, other.reshape(parts.shape)).reshape(first.shape)
 
-    # -- running --------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------------------------
 
     def run(self, node: fx.Node) -> None:
         """Execute one node in every version; its arguments have values."""
         for version in self.versions:
             values = self.values[version]
-            args = fx.node.map_arg(node.args, lambda n, v=version: self._value(n, v))
-            kwargs = fx.node.map_arg(node.kwargs, lambda n, v=version: self._value(n, v))
+            value = functools.partial(self._value, version=version)
+            args, kwargs = (fx.node.map_arg(part, value) for part in (node.args, node.kwargs))
             try:
-                with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-                    with torch.random.fork_rng(devices=_cards(args)):
-                        values[node] = _call(node, args, kwargs)
+                with (
+                    warnings.catch_warnings(),
+                    _disable_current_modes(),
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    torch.random.fork_rng(devices=cards(args)),
+                ):
+                    warnings.simplefilter("ignore")
+                    values[node] = call(node, args, kwargs)
             except Exception as error:
                 log.info("`%s` could not be run on random rows", node.target, exc_info=error)
                 raise ProbeError(f"it could not be run on random rows: {str(error).splitlines()[0]}") from error
@@ -207,12 +212,12 @@ class Runs:
             return type(value)(self.number(v, version) if isinstance(v, torch.SymInt) else v for v in value)
         return value
 
-    # -- reading --------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     def kind(self, node: fx.Node, causal: bool = False) -> Kinds | None:
         """What the values of a node show it to be; None where rows of several tokens meet in it."""
         value = meta(node)
-        results = [self.values[version].get(node) for version in self.versions]
+        results: list[Any] = [self.values[version].get(node) for version in self.versions]
         if isinstance(value, tuple | list):
             return tuple(self._kind(v, [r[i] for r in results], causal) for i, v in enumerate(value))
         return self._kind(value, results, causal)
@@ -258,60 +263,3 @@ class Runs:
             return causal or same(self.take(results[1], kind, value, 2), self.take(results[0], kind, value, 2))
         except (ProbeError, RuntimeError):
             return False
-
-
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether two results differ by no more than rounding."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return False
-    if not (got.is_floating_point() or got.is_complex()):
-        return torch.equal(got, want)
-    epsilon = torch.finfo(got.dtype).eps
-    scale = float(want.abs().nan_to_num(0, 0, 0).max()) if want.numel() else 0.0
-    slack = epsilon * (4 if epsilon > 1e-4 else 256)
-    wide = torch.complex128 if got.is_complex() else torch.float64
-    return bool(torch.isclose(got.to(wide), want.to(wide), rtol=0, atol=slack * scale, equal_nan=True).all())
-
-
-def _fits_into(row: torch.Tensor, whole: torch.Tensor) -> bool:
-    return row.ndim == whole.ndim and all(a in (1, b) for a, b in zip(row.shape, whole.shape, strict=True))
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    name = known_name(node)
-    if node.op == "call_method" and "empty" in name:
-        return torch.zeros_like(getattr(args[0], str(node.target))(*args[1:], **kwargs))
-    if name in GROUPED or name in PRODUCTS or name == "linear":
-        args = _shortened(name, args)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = node.target
-    if target in (operator.setitem,):
-        target(*args)
-        return None
-    out = target(*args, **kwargs)
-    return torch.zeros_like(out) if name in FILLS and "empty" in name else out
-
-
-def _shortened(name: str, args: Any) -> Any:
-    """The operands of a product, so that it sums over few elements where one of them is large."""
-    if len(args) < 2 or not all(isinstance(a, torch.Tensor) for a in args[:2]) or args[1].numel() <= LARGE:
-        return args
-    left, right = args[:2]
-    if name == "linear":
-        return (left[..., :SUMMED], right[..., :SUMMED], *args[2:])
-    if right.ndim < 2 or right.shape[-2] != left.shape[-1]:
-        return args
-    return (left[..., :SUMMED].contiguous(), right[..., :SUMMED, :].contiguous(), *args[2:])
-
-
-def _cards(args: Any) -> list[int]:
-    """The CUDA devices of the arguments, whose random numbers are to be left as they are."""
-    return sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"})
-
-
-def any_tensor(value: Any) -> bool:
-    """Whether a value is or holds a tensor."""
-    if isinstance(value, tuple | list):
-        return any(any_tensor(v) for v in value)
-    return isinstance(value, torch.Tensor)

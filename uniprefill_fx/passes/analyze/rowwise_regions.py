@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch import fx
 
-from uniprefill_fx.passes.analyze.row_kinds import Axes, Kinds, Mixed, Rows, State
+from uniprefill_fx.passes.analyze.rowwise_calls import any_tensor
+from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kinds, Mixed, Rows, State
 from uniprefill_fx.passes.analyze.rowwise_ops import (
     ALONG,
     CONVOLVES,
@@ -21,7 +22,7 @@ from uniprefill_fx.passes.analyze.rowwise_ops import (
     is_random,
     known_name,
 )
-from uniprefill_fx.passes.analyze.rowwise_probe import ProbeError, Runs, any_tensor
+from uniprefill_fx.passes.analyze.rowwise_probe import ProbeError, Runs
 from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import arguments, expression, index_of, meta, name_of, shape
 from uniprefill_fx.passes.schemas import effects
@@ -126,7 +127,7 @@ class Regions:
             )
         return False
 
-    # -- running ------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------------------------
 
     def _run_alone(self, node: fx.Node) -> tuple[Kinds, dict[int, Kinds]]:
         """A node whose arguments are understood, by itself: short and long, in float64 where it takes that."""
@@ -196,7 +197,7 @@ class Regions:
             total *= int(size) if size.is_integer and not size.free_symbols else 1
         return total if self.axes.dims(meta(node)) else total // 256  # a weight, which every token is multiplied by
 
-    # -- what is the same call ----------------------------------------------------------------------------------------
+    # -- what is the same call ---------------------------------------------------------------------------------------
 
     def _key(self, node: fx.Node) -> _Key:
         """Equal for calls that do the same to values of the same kinds: the layers of a model are run once.
