@@ -43,6 +43,7 @@ def reference(
     window_blocks: int = 4,
     last_tokens: int = 256,
     correction: bool = True,
+    parts: int = 2,
 ) -> Result:
     batch, heads, queries, head_dim = q.shape
     kv_heads, tokens = k.shape[1], k.shape[2]
@@ -64,7 +65,7 @@ def reference(
                 _one_tile(
                     result, (b, h, tile), own_q[:, own], keys, values, places, own, factor, softcap,
                     None if sinks is None else sinks.flatten()[h * group : (h + 1) * group].double(),
-                    alpha, block_size, sink_blocks, window_blocks, last_tokens, correction,
+                    alpha, block_size, sink_blocks, window_blocks, last_tokens, correction, parts,
                 )  # fmt: skip
     return result
 
@@ -72,7 +73,7 @@ def reference(
 def _one_tile(
     result: Result, key: Key, q: Tensor, keys: Tensor, values: Tensor, places: list[int], rows: list[int],
     factor: float, softcap: float | None, sinks: Tensor | None, alpha: float, block_size: int, sink_blocks: int,
-    window_blocks: int, last_tokens: int, correction: bool,
+    window_blocks: int, last_tokens: int, correction: bool, parts: int,
 ) -> None:  # fmt: skip
     """q: (group, positions, head_dim) float64 of one tile; keys, values: of its request."""
 
@@ -86,11 +87,17 @@ def _one_tile(
     k_means = torch.stack([keys[i].double().mean(0).to(keys.dtype) for i in blocks])
     v_means = torch.stack([values[i].double().mean(0).to(values.dtype) for i in blocks])
     s = logit(k_means)
-    top = s.max()
-    energies = []
-    for j, block in enumerate(blocks):
-        seen = place >= block[0]
-        energies.append(torch.exp(s[:, seen, j] - top).sum().item())
+    # a block's energy: over its parts, and over the rows that see the first key of a part
+    size = block_size // parts
+    sums = []
+    for block in blocks:
+        terms = []
+        for part in [block[i : i + size] for i in range(0, len(block), size)]:
+            mean = keys[part].double().mean(0).to(keys.dtype)
+            terms.append(logit(mean[None])[:, place >= part[0], 0].flatten())
+        sums.append(torch.cat(terms))
+    top = max(term.max() for term in sums)
+    energies = [torch.exp(term - top).sum().item() for term in sums]
     most = max(energies)
     kept = []
     for j, block in enumerate(blocks):

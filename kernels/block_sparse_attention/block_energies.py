@@ -16,15 +16,29 @@ from uniprefill_fx.kernels.block_sparse_attention.tiles import (
     positions_of_tile,
     request_of,
 )
-from uniprefill_fx.kernels.common import on_device, tanh
+from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
+
+
+@triton.jit
+def _load_queries(
+    q, row, first, stop, before, head_stride, row_stride,
+    GROUPS: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """(DIM_PAD, ROWS): rows of a tile from `row`, zeros where there is none; position 0 is column `before`."""
+    row += tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PAD)
+    position = first + row // GROUPS
+    exists = (row < POSITIONS * GROUPS) & (position < stop)
+    rows = q + (row % GROUPS).to(tl.int64) * head_stride + (position + before).to(tl.int64) * row_stride
+    return tl.trans(tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0))
 
 
 @triton.jit(do_not_specialize=["queries", "tokens", "blocks"])
 def _block_energies_kernel(
     q, k_means, bounds, energies, queries, tokens, blocks, scale, softcap, q_batch_stride, q_head_stride, q_row_stride,
-    GROUPS: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BOUNDS: tl.constexpr, SOFTCAP: tl.constexpr,
-    MEANS: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, POSITIONS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BOUNDS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, MEANS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program holds one tile of queries and goes through the means of the blocks that its last query sees.
 
@@ -38,46 +52,63 @@ def _block_energies_kernel(
     first, stop = positions_of_tile(start, length, tile, queries, tokens, POSITIONS)
     if stop <= first:
         return
-    row = tl.arange(0, ROWS)
-    position = first + row // GROUPS
-    exists = (row < POSITIONS * GROUPS) & (position < stop)
-    dim = tl.arange(0, DIM_PAD)
-    column = (position + start - (tokens - queries)).to(tl.int64)
     q += batch * q_batch_stride + kv_head * GROUPS * q_head_stride
-    rows = q + (row % GROUPS).to(tl.int64) * q_head_stride + column * q_row_stride
-    q_tile = tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
-    q_tile = tl.trans(q_tile)
-
+    before = start - (tokens - queries)
+    dim = tl.arange(0, DIM_PAD)
+    q_tile = _load_queries(
+        q, 0, first, stop, before, q_head_stride, q_row_stride, GROUPS, POSITIONS, ROWS, DIM, DIM_PAD
+    )
     head = batch * tl.num_programs(1) + kv_head
-    means = k_means + head * blocks * DIM
+    means = k_means + head * blocks * (PARTS * DIM)
     energies += (head * tl.num_programs(0) + tile) * blocks
     unit = scale * 1.4426950408889634  # log2(e)
     if SOFTCAP:
         unit = softcap * 1.4426950408889634
+    SIZE: tl.constexpr = BLOCK // PARTS  # tokens that a mean is of
     visible = (stop - 1) // BLOCK + 1
-    partial = (stop < first + POSITIONS) | (POSITIONS * GROUPS < ROWS)
-    for at in tl.range(0, visible, MEANS, num_stages=STAGES):
-        block = at + tl.arange(0, MEANS)
+    partial = (stop < first + POSITIONS) | (POSITIONS * GROUPS < TILE)
+    for at in tl.range(0, visible * PARTS, MEANS, num_stages=STAGES):
+        number = at + tl.arange(0, MEANS)
         mean = tl.load(
-            means + block[:, None] * DIM + dim[None, :], mask=(block < blocks)[:, None] & (dim < DIM)[None, :], other=0.0
-        )
-        # for float32 inputs the default, tf32, would lose 13 bits
-        product = tl.dot(mean, q_tile, input_precision="tf32x3")
-        if SOFTCAP:
-            product = tanh(product * (scale / softcap))
-        if partial | ((at + MEANS - 1) * BLOCK > first):
-            sees = exists[None, :] & (block[:, None] * BLOCK <= position[None, :])
-            product = tl.where(sees, product, float("-inf"))
-        # the unit is positive, so the largest product belongs to the largest logit
-        highest = tl.max(product, 1) * unit
-        highest = tl.where(highest == float("-inf"), 0.0, highest)
-        energy = tl.sum(tl.exp2(product * unit - highest[:, None]), 1)
-        tl.store(energies + block, highest + tl.log2(energy), mask=block < visible)
+            means + number[:, None] * DIM + dim[None, :],
+            mask=(number < blocks * PARTS)[:, None] & (dim < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        highest = tl.full((MEANS,), float("-inf"), tl.float32)
+        energy = tl.zeros((MEANS,), tl.float32)
+        for part in tl.static_range(TILE // ROWS):
+            if ROWS < TILE:
+                q_tile = _load_queries(
+                    q, part * ROWS, first, stop, before, q_head_stride, q_row_stride, GROUPS, POSITIONS, ROWS, DIM,
+                    DIM_PAD,
+                )  # fmt: skip
+            # for float32 inputs the default, tf32, would lose 13 bits
+            product = tl.dot(mean, q_tile, input_precision="tf32x3")
+            if SOFTCAP:
+                product = tanh(product * (scale / softcap))
+            if partial | ((at + MEANS - 1) * SIZE > first):
+                row = part * ROWS + tl.arange(0, ROWS)
+                position = first + row // GROUPS
+                exists = (row < POSITIONS * GROUPS) & (position < stop)
+                sees = exists[None, :] & (number[:, None] * SIZE <= position[None, :])
+                product = tl.where(sees, product, float("-inf"))
+            # the unit is positive, so the largest product belongs to the largest logit
+            above = tl.maximum(highest, tl.max(product, 1) * unit)
+            finite = tl.where(above == float("-inf"), 0.0, above)
+            energy = energy * tl.exp2(highest - finite) + tl.sum(tl.exp2(product * unit - finite[:, None]), 1)
+            highest = above
+        energy = tl.where(energy > 0.0, highest + tl.log2(energy), float("-inf"))
+        if PARTS > 1:
+            energy = tl.reshape(energy, (MEANS // PARTS, PARTS))
+            highest = tl.max(energy, 1)
+            finite = tl.where(highest == float("-inf"), 0.0, highest)
+            energy = highest + tl.log2(tl.sum(tl.exp2(energy - finite[:, None]), 1))
+        block = at // PARTS + tl.arange(0, MEANS // PARTS)
+        tl.store(energies + block, energy, mask=block < visible)
 
 
 def block_energies(
     q: Tensor,
-    k_means: Tensor,
+    part_means: Tensor,
     token_bounds: Tensor | None,
     tokens: int,
     scale: float,
@@ -87,13 +118,14 @@ def block_energies(
 ) -> Tensor:
     """Logarithms of the energies of blocks for each tile of queries (FlashPrefill V2, steps 1 and 3).
 
-    log2 E_J = log2 Σ_r exp(q_r · mean_J · scale), over the rows r of a tile that see the first key of block J. A tile is
-    TILE_ROWS // group positions times the group's heads. The papers keep Σ_r exp(s − M) for the tile's maximum M, running
-    and then rescaled; here each block is relative to its own maximum, so that nothing is rescaled and nothing underflows.
+    log2 E_J = log2 Σ exp(q_r · mean · scale), over the rows r of a tile and the means of the parts of block J whose
+    first key a row sees. A tile is TILE_ROWS // group positions times the group's heads. With one part a block this is
+    the papers' energy. They keep Σ exp(s − M) for the tile's maximum M, running and then rescaled; here each block is
+    relative to its own maximum, so that nothing is rescaled and nothing underflows.
 
     Args:
         q: (batch, heads, queries, head_dim), the last `queries` of `tokens` positions; stride 1 in the last dimension.
-        k_means: (batch, kv_heads, blocks, head_dim), contiguous, of the type of q.
+        part_means: (batch, kv_heads, blocks * parts, head_dim), contiguous, of the type of q.
         token_bounds: (batch, 2) int32 on the same device, [start, end) columns of each request; None: all columns.
         scale: positive factor on the logits. softcap: logits become softcap · tanh(logit / softcap).
         tiles: for measurements; `energy_tiles` otherwise.
@@ -101,19 +133,20 @@ def block_energies(
     Returns:
         (batch, kv_heads, tiles, blocks) float32, to base 2. Blocks that no row of a tile sees are not written.
     """
-    (batch, heads, queries, head_dim), (kv_heads, blocks) = q.shape, k_means.shape[1:3]
+    (batch, heads, queries, head_dim), (kv_heads, means) = q.shape, part_means.shape[1:3]
+    blocks = triton.cdiv(tokens, block_size)
     groups = heads // kv_heads
     positions = TILE_ROWS // groups
-    tiles = tiles or energy_tiles(head_dim, q.element_size())
+    tiles = tiles or energy_tiles(head_dim, q.element_size(), shared_memory(q.device))
     energies = torch.empty(
         batch, kv_heads, triton.cdiv(queries, positions), blocks, dtype=torch.float32, device=q.device
     )
     with on_device(q.device):
         _block_energies_kernel[(energies.shape[2], kv_heads, batch)](
-            q, k_means, q if token_bounds is None else token_bounds, energies, queries, tokens, blocks,
-            scale, softcap or 1.0, *q.stride()[:3], GROUPS=groups, POSITIONS=positions, ROWS=TILE_ROWS,
-            BLOCK=block_size, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
-            BOUNDS=token_bounds is not None, SOFTCAP=softcap is not None, MEANS=tiles.blocks, STAGES=tiles.stages,
-            num_warps=tiles.warps,
+            q, part_means, q if token_bounds is None else token_bounds, energies, queries, tokens, blocks,
+            scale, softcap or 1.0, *q.stride()[:3], GROUPS=groups, POSITIONS=positions, TILE=TILE_ROWS,
+            BLOCK=block_size, PARTS=means // blocks, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+            BOUNDS=token_bounds is not None, SOFTCAP=softcap is not None,
+            ROWS=tiles.rows, MEANS=tiles.blocks, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
     return energies

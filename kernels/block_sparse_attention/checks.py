@@ -70,6 +70,7 @@ def check_options(
     sink_blocks: int,
     window_blocks: int,
     last_tokens: int,
+    parts: int,
     dtype: str,
     device: torch.device,
 ) -> None:
@@ -85,6 +86,8 @@ def check_options(
             f"got sink_blocks {sink_blocks}, window_blocks {window_blocks}, last_tokens {last_tokens}: wanted at least "
             "0, 1 and 0"
         )
+    if parts not in (1, 2):
+        raise ValueError(f"got parts {parts}: wanted 1 or 2")
     if dtype not in ("input", "fp8"):
         raise ValueError(f"got dtype {dtype!r}: wanted 'input' or 'fp8'")
     if dtype == "fp8" and device.type == "cuda" and not triton.knobs.runtime.interpret:

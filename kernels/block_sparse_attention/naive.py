@@ -48,7 +48,7 @@ def _magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def _tiles(
     q: Tensor, k: Tensor, v: Tensor, token_bounds: Tensor | None, scale: float, softcap: float | None, alpha: float,
-    block_size: int, sink_blocks: int, window_blocks: int, last_tokens: int, fp8: bool,
+    block_size: int, sink_blocks: int, window_blocks: int, last_tokens: int, parts: int, fp8: bool,
 ) -> Iterator[tuple[_Tile, Tensor, Tensor]]:  # fmt: skip
     """Each tile, with the values that it may attend to and their means, (kv_heads, keys or blocks, v_dim) float32."""
     (batch, heads, queries, head_dim), (kv_heads, tokens) = q.shape, k.shape[1:3]
@@ -66,6 +66,8 @@ def _tiles(
         if length <= 0:
             continue
         k_means, v_means = _mean(keys, block_size).float(), _mean(values, block_size).float()
+        size = block_size // parts
+        part_means = _mean(keys, size).float()
         read = keys.float(), values.float(), k_means, v_means
         if fp8:
             of_k, of_v = _magnitude(keys, (1, 2)), _magnitude(values, (1, 2))
@@ -77,8 +79,11 @@ def _tiles(
             q_tile = q[request, :, columns].float().reshape(kv_heads, group, stop - first, head_dim).transpose(1, 2)
             visible = (stop - 1) // block_size + 1
             block = torch.arange(visible, device=q.device)
-            sees = (block * block_size <= at[:, None])[:, None]
-            energies = logits_of(q_tile, k_means[:, :visible]).masked_fill(~sees, -math.inf).flatten(1, 2).logsumexp(1)
+            part = torch.arange((stop - 1) // size + 1, device=q.device)
+            sees = (part * size <= at[:, None])[:, None]
+            by_part = logits_of(q_tile, part_means[:, : len(part)]).masked_fill(~sees, -math.inf)
+            by_part = torch.nn.functional.pad(by_part, (0, visible * parts - len(part)), value=-math.inf)
+            energies = by_part.flatten(1, 2).unflatten(2, (visible, parts)).logsumexp((1, 3))
             log_alpha = math.log(alpha) if alpha > 0 else -math.inf
             kept = ~(energies < energies.amax(1, keepdim=True) + log_alpha)
             kept |= (block < sink_blocks) | (block > first // block_size - window_blocks)
@@ -111,6 +116,7 @@ def block_sparse_attention_naive(
     window_blocks: int = 4,
     last_tokens: int = 256,
     correction: bool = True,
+    parts: int = 2,
     dtype: Literal["input", "fp8"] = "input",
 ) -> tuple[Tensor, Tensor]:
     """The plain twin of `block_sparse_attention`: the same arguments, result and rule for ties (they are kept).
@@ -122,7 +128,7 @@ def block_sparse_attention_naive(
     scale = head_dim**-0.5 if scale is None else scale
     out = q.new_zeros(batch, queries, heads, v_dim)
     kept_blocks, causal_blocks = 0, 0
-    options = (alpha, block_size, sink_blocks, window_blocks, last_tokens, dtype == "fp8")
+    options = (alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, dtype == "fp8")
     for tile, values, v_means in _tiles(q, k, v, token_bounds, scale, softcap, *options):
         logits = tile.logits.masked_fill(~_by_key(tile.kept, block_size, values.shape[1]), -math.inf)
         terms, worth = [logits], [values]
@@ -154,6 +160,7 @@ def mass_not_computed(
     sink_blocks: int = 2,
     window_blocks: int = 4,
     last_tokens: int = 256,
+    parts: int = 2,
 ) -> Tensor:
     """Softmax mass of the keys in blocks that are not kept, of dense causal attention, by query.
 
@@ -166,7 +173,7 @@ def mass_not_computed(
     (batch, heads, queries, head_dim), kv_heads = q.shape, k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
     missing = torch.zeros(batch, queries, heads, device=q.device)
-    options = (alpha, block_size, sink_blocks, window_blocks, last_tokens, False)
+    options = (alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, False)
     for tile, _, _ in _tiles(q, k, k, token_bounds, scale, softcap, *options):
         terms = [tile.logits]
         if sinks is not None:

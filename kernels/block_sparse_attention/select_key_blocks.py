@@ -23,17 +23,19 @@ class KeyBlocks(NamedTuple):
     """(batch, kv_heads, tiles) int32: how many."""
     indices: Tensor
     """(batch, kv_heads, tiles, blocks) int32: their numbers, ascending; entries past the count are not written."""
-    kept: Tensor
-    """(batch, kv_heads, tiles, blocks) int8: 1 where a block is kept; blocks that no row sees are not written."""
+    pseudo: Tensor
+    """(batch, kv_heads, tiles, blocks) float32: log2 of the block size where a block is not kept, so that its mean can
+    stand for it; -inf where it is; blocks that no row sees are not written."""
     totals: Tensor
     """(2,) int64: kept blocks, and blocks that causality allows, over the whole call."""
 
 
 @triton.jit(do_not_specialize=["queries", "tokens", "blocks", "sink_blocks", "window_blocks", "last_tokens"])
 def _select_key_blocks_kernel(
-    energies, bounds, counts, indices, kept, totals, queries, tokens, blocks,
+    energies, bounds, counts, indices, totals, queries, tokens, blocks,
     log_alpha, sink_blocks, window_blocks, last_tokens,
-    POSITIONS: tl.constexpr, BLOCK: tl.constexpr, BOUNDS: tl.constexpr, LANES: tl.constexpr,
+    POSITIONS: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr, BOUNDS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """A program takes one tile of queries; LANES blocks at a time."""
     tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -45,7 +47,6 @@ def _select_key_blocks_kernel(
         return
     energies += number * blocks
     indices += number * blocks
-    kept += number * blocks
     visible = (stop - 1) // BLOCK + 1
     lane = tl.arange(0, LANES)
     highest = tl.full((LANES,), float("-inf"), tl.float32)
@@ -63,7 +64,8 @@ def _select_key_blocks_kernel(
         keep = ~(energy < threshold) | (block < sink_blocks) | (block >= window) | everything
         keep = ((block < visible) & keep).to(tl.int32)
         tl.store(indices + count + tl.cumsum(keep, 0) - keep, block, mask=keep != 0)
-        tl.store(kept + block, keep.to(tl.int8), mask=block < visible)
+        # in the place of the energies, each of which only this program reads
+        tl.store(energies + block, tl.where(keep != 0, float("-inf"), LOG_BLOCK), mask=block < visible)
         count += tl.sum(keep, 0)
     tl.store(counts + number, count)
     tl.atomic_add(totals, count.to(tl.int64))
@@ -88,7 +90,8 @@ def select_key_blocks(
     `window_blocks` - 1 before these, and all blocks for the tiles that hold one of the last `last_tokens` positions.
 
     Args:
-        energies: (batch, kv_heads, tiles, blocks) float32, logarithms to base 2: see `block_energies`.
+        energies: (batch, kv_heads, tiles, blocks) float32, logarithms to base 2: see `block_energies`. Overwritten:
+            they become `KeyBlocks.pseudo`.
         token_bounds: (batch, 2) int32 on the same device, [start, end) columns of each request; None: all columns.
         positions: query positions a tile. alpha: 0 keeps every block; below 1.
 
@@ -98,13 +101,12 @@ def select_key_blocks(
     device = energies.device
     counts = torch.empty(batch, kv_heads, tiles, dtype=torch.int32, device=device)
     indices = torch.empty(energies.shape, dtype=torch.int32, device=device)
-    kept = torch.empty(energies.shape, dtype=torch.int8, device=device)
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     with on_device(device):
         _select_key_blocks_kernel[(tiles, kv_heads, batch)](
-            energies, energies if token_bounds is None else token_bounds, counts, indices, kept, totals,
+            energies, energies if token_bounds is None else token_bounds, counts, indices, totals,
             queries, tokens, blocks, math.log2(alpha) if alpha > 0 else -math.inf,
             sink_blocks, window_blocks, last_tokens,
-            POSITIONS=positions, BLOCK=block_size, BOUNDS=token_bounds is not None, LANES=512, num_warps=4,
+            POSITIONS=positions, BLOCK=block_size, LOG_BLOCK=math.log2(block_size), BOUNDS=token_bounds is not None, LANES=512, num_warps=4,
         )  # fmt: skip
-    return KeyBlocks(counts, indices, kept, totals)
+    return KeyBlocks(counts, indices, energies, totals)

@@ -25,22 +25,22 @@ class AttentionTiles:
     rows: int
     """Rows of a tile of queries that a program holds: a power of two up to `TILE_ROWS`."""
     keys: int
-    """Keys at a time, at most a block."""
-    means: int
-    """Pseudo-keys at a time, at most `MEANS_PAD`."""
+    """Keys, or pseudo-keys, at a time: at most a block."""
     warps: int
     stages: int
     """Blocks of keys and values in flight."""
     registers: int | None = None
     """Limit for a thread."""
     descriptors: bool = False
-    """Whether keys and values are read by the copy engine (TMA) instead of by pointers."""
+    """Whether the copy engine (TMA) reads keys and values, where it can."""
 
 
 @dataclass(frozen=True)
 class EnergyTiles:
     """How the kernel of energies cuts up the means of a request's keys."""
 
+    rows: int
+    """Rows of a tile of queries at a time: a power of two up to `TILE_ROWS`."""
     blocks: int
     """Means at a time."""
     warps: int
@@ -56,34 +56,41 @@ def attention_tiles(head_dim: int, v_dim: int, itemsize: int, fp8: bool, shared_
     widest = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim))
     total = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_dim)
     if fp8:
-        choices = [AttentionTiles(128, 128 if widest <= 128 else 64, 64, 8, 3), AttentionTiles(64, 64, 64, 4, 2)]
+        choices = [AttentionTiles(128, 128 if widest <= 128 else 64, 8, 3), AttentionTiles(64, 64, 4, 2)]
         itemsize = 1
     elif itemsize == 4:
-        choices = [AttentionTiles(64, 32, 32, 4 if widest <= 128 else 8, 1), AttentionTiles(32, 32, 32, 4, 1)]
+        choices = [AttentionTiles(64, 32, 4 if widest <= 128 else 8, 1), AttentionTiles(32, 32, 4, 1)]
     else:
         choices = [
-            AttentionTiles(128, 128 if widest <= 128 else 64, 64, 8, 2),
-            AttentionTiles(64, 64, 64, 4, 2),
-            AttentionTiles(32, 64, 64, 4, 2),
+            AttentionTiles(128, 128 if widest <= 128 else 64, 8, 2),
+            AttentionTiles(64, 64, 4, 2),
+            AttentionTiles(32, 64, 4, 2),
         ]
     for tiles in choices:
         loaded = (tiles.rows * widest + tiles.stages * tiles.keys * total) * itemsize
         if loaded * (2 if itemsize == 4 else 1) <= shared_memory:
             return tiles
-    return AttentionTiles(16, 16, 16, 4, 1)
+    return AttentionTiles(16, 16, 4, 1)
 
 
-def energy_tiles(head_dim: int, itemsize: int) -> EnergyTiles:
-    """64 means at a time: the products then leave room for two programs on a multiprocessor."""
+def energy_tiles(head_dim: int, itemsize: int, shared_memory: int) -> EnergyTiles:
+    """Tiles that fit in `shared_memory` bytes a program, and leave room for several programs on a multiprocessor."""
+    dim = triton.next_power_of_2(head_dim)
     if itemsize == 4:
-        return EnergyTiles(32, 4 if head_dim <= 128 else 8, 1)
-    return EnergyTiles(64, 4 if head_dim <= 128 else 8, 2)
+        choices = [EnergyTiles(32, 64, 4, 1), EnergyTiles(16, 64, 4, 1)]
+    else:
+        choices = [EnergyTiles(128, 64, 4, 1), EnergyTiles(64, 64, 4, 1)]
+    for tiles in choices:
+        loaded = (tiles.rows + tiles.blocks) * dim * itemsize
+        if loaded * (2 if itemsize == 4 else 1) <= shared_memory:
+            return tiles
+    return EnergyTiles(16, 16, 4, 1)
 
 
 @triton.jit
 def request_of(bounds, batch, tokens, BOUNDS: tl.constexpr):
     """The first column of a request, and the number of its tokens."""
-    start, end = 0, tokens
+    start, end = tl.full((), 0, tl.int32), tokens
     if BOUNDS:
         start, end = tl.load(bounds + 2 * batch), tl.load(bounds + 2 * batch + 1)
     return start, end - start
