@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from uniprefill_fx.backend import Compilation
-from uniprefill_fx.kernels.block_scores_reference import block_scores_reference
-from uniprefill_fx.runtime import Prefill
+from uniprefill_fx.kernels.block_scores.naive import block_scores_reference
+from uniprefill_fx.pipeline import Compilation
+from uniprefill_fx.runtime.prefill import Prefill
 
 RIVALS = ("sinks+last", "random", "mean")
 """The first rows and the last (as StreamingLLM keeps them); random blocks; the blocks whose mean key fits the mean
@@ -65,9 +65,9 @@ class _Selection(fx.Interpreter):
             if self.chooser.kind == "fp8" and named["q"].is_cuda:
                 return super().call_function(target, (), named | {"score_dtype": torch.float8_e4m3fn})
             if self.chooser.kind == "fp8":  # without the kernel the op does not round
-                cu = torch.tensor([0, named["k"].shape[2]], dtype=torch.int32)
-                rest = named["scale"], named["last_n"], named["block_size"], named["softcap"]
-                return block_scores_reference(named["q"][0], named["k"][0], cu, *rest, dtype="fp8")
+                scale = named["q"].shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
+                rest = scale, named["last_n"], named["block_size"], named["softcap"]
+                return block_scores_reference(named["q"], named["k"], named["token_bounds"], *rest, dtype="fp8")
         if name == "uniprefill::select" and self.chooser.kind in RIVALS:
             return self._rival(named)
         if name == "uniprefill::select" and self.chooser.p is not None:

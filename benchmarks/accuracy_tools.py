@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from transformers import AutoModelForCausalLM
 
 import uniprefill_fx
-from uniprefill_fx.backend import compile_graph
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category
 from uniprefill_fx.frontends import gating
-from uniprefill_fx.record import watched
+from uniprefill_fx.pipeline import compile_graph
+from uniprefill_fx.runtime.last_call import watched
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = Path(os.environ.get("UNIPREFILL_CHECKPOINTS") or ROOT.parent / "shared" / "checkpoints")
@@ -140,7 +140,13 @@ class Subject:
             tokens, logprobs, call = self._generate(prompt)
         if not call.dropped or call.tokens != prompt.first.shape[1]:
             raise RuntimeError(f"{setting.name}: the prompt was to drop tokens, and did not: {call}")
-        return Answer(tokens, logprobs, call.work, call.rows, {layer: len(rows) for layer, rows in call.kept.items()})
+        return Answer(
+            tokens,
+            logprobs,
+            call.compute_fraction,
+            call.num_tokens,
+            {layer: len(rows) for layer, rows in call.kept_indices.items()},
+        )
 
     @contextmanager
     def _choosing(self, setting: Setting, keep: Sequence[int]) -> Iterator[None]:

@@ -78,9 +78,9 @@ def measure(name: str) -> dict[str, Any]:
         compare("prompts", got, want.logits)
     row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     plan = next((c.plan for c in reversed(watch.found) if c.plan.prefill), None)
-    kinds = {s.layer: str(s.mask) if s.mask else "not understood" for s in plan.sites} if plan else {}
-    row["sites"] = [kinds.get(layer, "-") for layer in range(plan.num_layers)] if plan else []
-    row["dropped_after"] = list(call.kept)
+    kinds = {a.layer: a.kind for a in plan.attention_nodes} if plan else {}
+    row["attention_nodes"] = [kinds.get(layer, "-") for layer in range(plan.num_layers)] if plan else []
+    row["dropped_after"] = list(call.kept_indices)
     row["dense"] = None if call.reason is None else call.reason.category.value
     out = subject.generate(LENGTHS[0])
     compare("generate", torch.cat(out.logits), subject.expected(out.sequences[:, :-1], LENGTHS[0]).logits)
@@ -115,11 +115,13 @@ def table(report: dict[str, Any]) -> str:
         if "error" in row:
             lines.append(f"| {row['name']} | | | | | | | failed: {row['error']} |")
             continue
-        sites = ", ".join(f"{i}: {kind}" for i, kind in enumerate(row["sites"]) if kind != "-") or "none"
+        attention_nodes = (
+            ", ".join(f"{i}: {kind}" for i, kind in enumerate(row["attention_nodes"]) if kind != "-") or "none"
+        )
         batch = f"{row['batch']:.1e}" if "batch" in row else "not run"
         if "batch" in row and not row.get("batch_dropped"):
             batch = "dense"
-        cells = (row["name"], sites, ", ".join(map(str, row["dropped_after"])) or "-", str(row["graphs"]))
+        cells = (row["name"], attention_nodes, ", ".join(map(str, row["dropped_after"])) or "-", str(row["graphs"]))
         numbers = (f"{row['prompts']:.1e}", f"{row['generate']:.1e}", batch, row["dense"] or "")
         lines.append(f"| {' | '.join(cells + numbers)} |")
     versions = f" (torch {report['torch']}, transformers {report['transformers']}, CPU, {report['date'][:10]})"

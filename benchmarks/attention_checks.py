@@ -13,12 +13,13 @@ from kernel_checks import poisoned_memory
 from torch import Tensor
 
 import uniprefill_fx.lowering.cuda  # noqa: F401  registers what the op runs on CUDA
-from uniprefill_fx.kernels.slot_attention import slot_attention
-from uniprefill_fx.kernels.slot_attention_reference import slot_attention_reference
+from uniprefill_fx.kernels.position_attention.kernel import position_attention
+from uniprefill_fx.kernels.position_attention.naive import position_attention_reference
+from uniprefill_fx.specs import AttentionSpec
 
 BLOCK = 64
 ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}
-Attention = dict[str, Any]  # arguments of `slot_attention`
+Attention = dict[str, Any]  # arguments of `position_attention`
 
 # what differs from: 4/2 heads, bf16, a stream of 1,500 rows that were 2,300 tokens
 EVERYTHING = {"window": 300, "chunk": 700, "softcap": 20.0, "sinks": True, "bias": True, "padding": True}
@@ -35,12 +36,12 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, head 256": {"dim": 256, "dtype": torch.float32},
     "sinks": {"dim": 64, "window": 128, "sinks": True},
     "alibi": {"dim": 128, "bias": True},
-    "alibi, by row": {"dim": 128, "bias": True, "slots": False},
+    "alibi, by row": {"dim": 128, "bias": True, "positions": False},
     "padding, batch": {"dim": 64, "padding": True, "batch": 3},
-    "by row, chunk": {"dim": 128, "chunk": 512, "slots": False},
-    "prompts in a row": {"dim": 128, "segments": True, "batch": 2},
+    "by row, chunk": {"dim": 128, "chunk": 512, "positions": False},
+    "prompts in a row": {"dim": 128, "sequence_ids": True, "batch": 2},
     "chunks that begin later": {"dim": 128, "chunk": 400, "chunk_start": (300, 0), "batch": 2},
-    "requests, causal": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "slots": False},
+    "requests, causal": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "positions": False},
     "requests, window": {"dim": 128, "lengths": (700, 0, 1, 129, 670), "window": 300},
     "requests, everything": {"dim": 96, "lengths": (700, 130, 670), **EVERYTHING},
     "one query": {"dim": 256, "queries": 1, "window": 1024},
@@ -51,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 TINY = {"tiny": {"dim": 16, "rows": 70, "window": 20}, "tiny, requests": {"dim": 16, "lengths": (20, 0, 9)}}
 
 
-def compact_slots(rows: int, keep: float, device: torch.device) -> Tensor:
+def compact_positions(rows: int, keep: float, device: torch.device) -> Tensor:
     """Slots of `rows` rows, whole blocks of a prompt of which a fraction `keep` stayed."""
     blocks = -(-rows // BLOCK)
     chosen = torch.randperm(max(blocks, int(blocks / keep)), device=device)[:blocks].sort().values
@@ -65,7 +66,7 @@ def arguments(
     rows: int = 1500,
     lengths: Sequence[int] = (),
     queries: int | None = None,
-    slots: bool = True,
+    positions: bool = True,
     heads: tuple[int, int] = (4, 2),
     batch: int = 1,
     window: int | None = None,
@@ -74,7 +75,7 @@ def arguments(
     sinks: bool = False,
     bias: bool = False,
     padding: bool = False,
-    segments: bool = False,
+    sequence_ids: bool = False,
     chunk_start: tuple[int, ...] = (),
     dtype: torch.dtype = torch.bfloat16,
     keep: float = 0.65,
@@ -86,8 +87,8 @@ def arguments(
     torch.manual_seed(0)
     rows, batch = max(lengths, default=rows), len(lengths) or batch
     queries, place, places = queries or rows, None, rows
-    if slots:
-        own = [compact_slots(n, keep, device) for n in lengths or (rows,)]
+    if positions:
+        own = [compact_positions(n, keep, device) for n in lengths or (rows,)]
         place = torch.stack([torch.nn.functional.pad(s, (rows - len(s), 0), value=-1) for s in own])
         places = int(place.max()) + 1
 
@@ -103,18 +104,19 @@ def arguments(
         "q": operand(queries, heads[0], dim, 2.5),
         "k": operand(rows, heads[1], dim, 1.0),
         "v": operand(rows, heads[1], v_dim or dim, 1.0),
-        "q_slots": place if place is None or queries == rows else place[:, rows - queries :],
-        "k_slots": place,
-        "spans": torch.tensor([[rows - n, rows] for n in lengths], device=device) if lengths else None,
-        "key_mask": mask,
-        "scale": None,
-        "window": window,
-        "chunk": chunk,
-        "softcap": softcap,
-        "sinks": torch.randn(heads[0], device=device).to(dtype) if sinks else None,
-        "bias": -torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
-        "segments": (torch.rand(batch, places, device=device) < 0.003).cumsum(1) if segments else None,
-        "chunk_start": torch.tensor(chunk_start, device=device) if chunk_start else None,
+        "q_positions": place if place is None or queries == rows else place[:, rows - queries :],
+        "k_positions": place,
+        "token_bounds": torch.tensor([[rows - n, rows] for n in lengths], device=device) if lengths else None,
+        "spec": AttentionSpec(
+            window=window,
+            chunk=chunk,
+            softcap=softcap,
+            key_mask=mask,
+            sinks=torch.randn(heads[0], device=device).to(dtype) if sinks else None,
+            bias=-torch.rand(1, heads[0], 1, places, device=device) * 5 if bias else None,
+            sequence_ids=(torch.rand(batch, places, device=device) < 0.003).cumsum(1) if sequence_ids else None,
+            chunk_start=torch.tensor(chunk_start, device=device) if chunk_start else None,
+        ),
     }
 
 
@@ -125,12 +127,14 @@ def difference(got: Tensor, want: Tensor) -> float:
 def check(name: str, options: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
     """[(what, relative error, allowed)] of one case: the kernel, and the op, which may choose SDPA."""
     given = arguments(device, **options)
-    want, allowed = slot_attention_reference(**given), ALLOWED[given["q"].dtype]
+    want, allowed = position_attention_reference(**given), ALLOWED[given["q"].dtype]
     with poisoned_memory():
-        got, again = slot_attention(**given), slot_attention(**given)
+        got, again = position_attention(**given), position_attention(**given)
     error = difference(got, want) if got.equal(again) else float("inf")
-    spans = given.pop("spans")  # the op has them on the host
-    by_op = torch.ops.uniprefill.attention(**given, spans=None if spans is None else spans.cpu())
+    token_bounds = given["token_bounds"]  # the op has them on the host
+    operands = [given[name] for name in ("q", "k", "v", "q_positions", "k_positions")]
+    operands.append(None if token_bounds is None else token_bounds.cpu())
+    by_op = torch.ops.uniprefill.attention(*operands, *given["spec"].arguments())
     return [(f"attention, {name}", error, allowed), (f"the op, {name}", difference(by_op, want), allowed)]
 
 
@@ -141,10 +145,10 @@ def check_large_offsets(device: torch.device) -> tuple[str, float, float]:
     for name in "qkv":
         memory = torch.empty((1 << 31) + (1 << 20), dtype=torch.bfloat16, device=device)
         given[name] = memory.as_strided((1, 2, rows, dim), (0, (1 << 31) + 16, dim, 1)).copy_(given[name])
-    got = slot_attention(**given)
+    got = position_attention(**given)
     return (
         "attention, beyond 2^31 elements",
-        difference(got, slot_attention_reference(**given)),
+        difference(got, position_attention_reference(**given)),
         ALLOWED[torch.bfloat16],
     )
 
@@ -155,7 +159,7 @@ def check_compilations(device: torch.device) -> tuple[str, float, float]:
     triton.knobs.runtime.jit_post_compile_hook = lambda **info: found.append(info["repr"])
     try:
         for rows in (17, 20, 128, 333, 1000, 1024, 1500, 2049, 4096, 5003):
-            slot_attention(**arguments(device, 32, rows=rows, window=77, sinks=True))
+            position_attention(**arguments(device, 32, rows=rows, window=77, sinks=True))
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
     return "compilations for ten lengths", len(found), 1

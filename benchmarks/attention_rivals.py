@@ -1,4 +1,4 @@
-"""What else computes the attention of `slot_attention`: each maker gives a function without arguments, or None."""
+"""What else computes the attention of `position_attention`: each maker gives a function without arguments, or None."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.ops.attention import attention_reference
+from uniprefill_fx.specs import AttentionSpec
 
 Run = Callable[[], Tensor]
 FLEX_BLOCK = 128
@@ -21,42 +22,42 @@ MASK_ROWS = 8192  # more make an explicit mask of all heads too large
 
 
 def visible_range(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """For each query the keys [low, high) that it sees, (batch, queries): these are one range, as slots ascend."""
-    keys, queries, slot = given["k"].shape[2], given["q"].shape[2], given["k_slots"]
-    if slot is None:
-        slot = torch.arange(keys, device=given["k"].device)[None]
-    a = slot[:, keys - queries :].contiguous()
+    """For each query the keys [low, high) that it sees, (batch, queries): these are one range, as positions ascend."""
+    keys, queries, position = given["k"].shape[2], given["q"].shape[2], given["k_positions"]
+    if position is None:
+        position = torch.arange(keys, device=given["k"].device)[None]
+    a = position[:, keys - queries :].contiguous()
     oldest = torch.zeros_like(a)
-    if given["window"] is not None:
-        oldest = torch.maximum(oldest, a - given["window"] + 1)
-    if given["chunk"] is not None:
-        oldest = torch.maximum(oldest, a // given["chunk"] * given["chunk"])
-    low, high = torch.searchsorted(slot, oldest), torch.searchsorted(slot, a, right=True)
-    if given["spans"] is not None:
-        low = torch.maximum(low, given["spans"][:, :1])
+    if given["spec"].window is not None:
+        oldest = torch.maximum(oldest, a - given["spec"].window + 1)
+    if given["spec"].chunk is not None:
+        oldest = torch.maximum(oldest, a // given["spec"].chunk * given["spec"].chunk)
+    low, high = torch.searchsorted(position, oldest), torch.searchsorted(position, a, right=True)
+    if given["token_bounds"] is not None:
+        low = torch.maximum(low, given["token_bounds"][:, :1])
     return low, torch.maximum(low, high)
 
 
 def present(given: dict[str, Any]) -> Run:
     """The op's plain torch body: SDPA, where there is a mask by 256 query rows and after a wait; request by request."""
-    spans = None if given["spans"] is None else given["spans"].cpu()
-    return lambda: attention_reference(**(given | {"spans": spans}))
+    token_bounds = None if given["token_bounds"] is None else given["token_bounds"].cpu()
+    return lambda: attention_reference(**(given | {"token_bounds": token_bounds}))
 
 
 def by_request(given: dict[str, Any]) -> Run | None:
     """The kernel, one launch for each request of a batch."""
-    if given["spans"] is None:
+    if given["token_bounds"] is None:
         return None
     parts = []
-    for r, (start, end) in enumerate(given["spans"].tolist()):
-        own = {name: given[name][r : r + 1, :, start:end] for name in "qkv"} | {"spans": None}
-        slots = None if given["k_slots"] is None else given["k_slots"][r : r + 1, start:end].contiguous()
-        parts.append((r, slice(start, end), given | own | {"q_slots": slots, "k_slots": slots}))
+    for r, (start, end) in enumerate(given["token_bounds"].tolist()):
+        own = {name: given[name][r : r + 1, :, start:end] for name in "qkv"} | {"token_bounds": None}
+        positions = None if given["k_positions"] is None else given["k_positions"][r : r + 1, start:end].contiguous()
+        parts.append((r, slice(start, end), given | own | {"q_positions": positions, "k_positions": positions}))
 
     def run() -> Tensor:
         out = given["q"].new_zeros(given["q"].shape)
         for r, rows, part in parts:
-            out[r, :, rows] = slot_attention(**part)[0]
+            out[r, :, rows] = position_attention(**part)[0]
         return out
 
     return run
@@ -65,7 +66,7 @@ def by_request(given: dict[str, Any]) -> Run | None:
 def explicit_mask(given: dict[str, Any]) -> Run | None:
     """SDPA with the whole mask; keys and values repeated, which the kernels that take a mask need."""
     queries, keys = given["q"].shape[2], given["k"].shape[2]
-    if queries * keys > MASK_ROWS**2 or given["sinks"] is not None or given["spans"] is not None:
+    if queries * keys > MASK_ROWS**2 or given["spec"].sinks is not None or given["token_bounds"] is not None:
         return None
     low, high = visible_range(given)
     row = torch.arange(keys, device=low.device)
@@ -74,27 +75,30 @@ def explicit_mask(given: dict[str, Any]) -> Run | None:
 
     def run() -> Tensor:
         k, v = (given[name].repeat_interleave(groups, 1) for name in "kv")
-        return F.scaled_dot_product_attention(given["q"], k, v, attn_mask=mask, scale=given["scale"])
+        return F.scaled_dot_product_attention(given["q"], k, v, attn_mask=mask, scale=given["spec"].scale)
 
     return run
 
 
 def varlen(given: dict[str, Any]) -> Run | None:
-    """torch's flash attention of one request; its window counts rows, so it is no rival where slots have holes."""
-    windowed = given["window"] is not None
-    if (windowed and given["k_slots"] is not None) or any(given[n] is not None for n in ("chunk", "sinks", "spans")):
+    """torch's flash attention of one request; its window counts rows, so it is no rival where positions have holes."""
+    windowed = given["spec"].window is not None
+    spec: AttentionSpec = given["spec"]
+    if (windowed and given["k_positions"] is not None) or any(
+        term is not None for term in (spec.chunk, spec.sinks, given["token_bounds"])
+    ):
         return None
     keys, queries = given["k"].shape[2], given["q"].shape[2]
     q_cu, k_cu = (torch.tensor([0, n], dtype=torch.int32, device=given["k"].device) for n in (queries, keys))
     q, k, v = (given[name][0].transpose(0, 1) for name in "qkv")
-    options: dict[str, Any] = {"window_size": (given["window"] - 1, 0) if windowed else (-1, 0)}
+    options: dict[str, Any] = {"window_size": (given["spec"].window - 1, 0) if windowed else (-1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     return lambda: varlen_attn(q, k, v, q_cu, k_cu, queries, keys, **options).transpose(0, 1)[None]
 
 
 def block_mask(given: dict[str, Any]) -> BlockMask:
-    """By slot, without a mask of queries x keys: ranges of blocks from the ranges of keys."""
+    """By position, without a mask of queries x keys: ranges of blocks from the ranges of keys."""
     low, high = (side[0] for side in visible_range(given))
     queries, keys = given["q"].shape[2], given["k"].shape[2]
     q_blocks, k_blocks = -(-queries // FLEX_BLOCK), -(-keys // FLEX_BLOCK)
@@ -120,11 +124,11 @@ def block_mask(given: dict[str, Any]) -> BlockMask:
 
 def flex(given: dict[str, Any]) -> Run | None:
     """FlexAttention of one request, compiled; the block mask is made before, once."""
-    if given["spans"] is not None:
+    if given["token_bounds"] is not None:
         return None
     torch._dynamo.reset()  # each mask is a compilation, and after eight of them Dynamo would run it eagerly
-    mask, compiled, sinks = block_mask(given), torch.compile(flex_attention, dynamic=False), given["sinks"]
-    options = {"block_mask": mask, "scale": given["scale"], "enable_gqa": True}
+    mask, compiled, sinks = block_mask(given), torch.compile(flex_attention, dynamic=False), given["spec"].sinks
+    options = {"block_mask": mask, "scale": given["spec"].scale, "enable_gqa": True}
     if sinks is None:
         return lambda: compiled(given["q"], given["k"], given["v"], **options)
 

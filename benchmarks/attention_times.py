@@ -8,7 +8,8 @@
 
 The stream is compact: its rows are blocks of 64 tokens of a prompt of which 65% stayed, unless a setting says
 otherwise; several requests are padded on the left. Compared are the kernel; the op's plain torch body; for several
-requests a launch of the kernel for each; FlexAttention with a block mask by slot; SDPA with an explicit mask where that
+requests a launch of the kernel for each; FlexAttention with a block mask by position; SDPA with an explicit mask where
+that
 fits; `varlen_attn` where it can express the mask. Times are device times, medians, each after
 the L2 cache was emptied; the plain torch body waits for the device, so it is timed as it runs. The limit is the
 arithmetic of the visible (query, key) pairs or the bytes of q, k, v and the result at an H200's rates, whichever takes
@@ -36,7 +37,7 @@ from attention_checks import arguments, check_all, difference, in_processes
 from attention_rivals import RIVALS, visible_range
 from clock import Clock, limit_ms, where_and_when
 
-from uniprefill_fx.kernels.slot_attention import slot_attention
+from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.tiles import Tiles
 
 LENGTHS = (4096, 32_768, 131_072)
@@ -46,19 +47,19 @@ Settings = dict[str, tuple[dict[str, Any], tuple[int, ...]]]
 # name: arguments of `attention_checks.arguments`, and the numbers of rows
 SETTINGS: Settings = {
     "Gemma-3-12B, window 1024": ({"heads": (16, 8), "dim": 256, "window": 1024}, LENGTHS),
-    "the same, nothing dropped": ({"heads": (16, 8), "dim": 256, "window": 1024, "slots": False}, (32_768,)),
+    "the same, nothing dropped": ({"heads": (16, 8), "dim": 256, "window": 1024, "positions": False}, (32_768,)),
     "the same, one query": ({"heads": (16, 8), "dim": 256, "window": 1024, "queries": 1}, (32_768,)),
     "gpt-oss, window 128, sinks": ({"heads": (64, 8), "dim": 64, "window": 128, "sinks": True}, LENGTHS),
     "gpt-oss, full, sinks": ({"heads": (64, 8), "dim": 64, "sinks": True}, (4096, 32_768)),
     "Llama-4, chunk 8192": ({"heads": (40, 8), "dim": 128, "chunk": 8192}, LENGTHS),
-    "four requests, causal": ({"heads": (32, 8), "dim": 128, "lengths": FOUR, "slots": False}, (sum(FOUR),)),
+    "four requests, causal": ({"heads": (32, 8), "dim": 128, "lengths": FOUR, "positions": False}, (sum(FOUR),)),
     "four requests, window 1024": ({"heads": (16, 8), "dim": 256, "lengths": FOUR, "window": 1024}, (sum(FOUR),)),
     "one request, causal": ({"heads": (32, 8), "dim": 128}, (32_768,)),
     "second chunk of 2,048, causal": ({"heads": (32, 8), "dim": 128, "queries": 2048}, (32_768,)),
 }
 TINY_SETTINGS: Settings = {
     "tiny, window, sinks": ({"heads": (2, 1), "dim": 16, "window": 20, "sinks": True}, (70,)),
-    "tiny, requests": ({"heads": (2, 1), "dim": 16, "lengths": (40, 29), "slots": False}, (69,)),
+    "tiny, requests": ({"heads": (2, 1), "dim": 16, "lengths": (40, 29), "positions": False}, (69,)),
 }
 # (keys, rows, warps) of the sweep by head dim, and stages; a window is also tried with heads that share tiles
 SHAPES = {
@@ -74,7 +75,7 @@ def compile_tiles(options: dict[str, Any], tiles: Tiles, device: torch.device) -
     """Leave the machine code in Triton's cache; tiles that do not fit are skipped here and when timed."""
     rows = {} if "lengths" in options else {"rows": 4096}
     try:
-        slot_attention(**arguments(device, **options, **rows), tiles=tiles)
+        position_attention(**arguments(device, **options, **rows), tiles=tiles)
     except triton.runtime.errors.OutOfResources:
         return
 
@@ -100,13 +101,13 @@ def measure(clock: Clock, options: dict[str, Any], rows: int, device: torch.devi
     low, high = visible_range(given)
     pairs = (high - low).double().sum().item()
     moved = sum(x.numel() * x.element_size() for x in (q, k, v)) + q.numel() // q.shape[3] * v.shape[3] * 2
-    got = slot_attention(**given)
+    got = position_attention(**given)
     result: dict[str, Any] = {
         "rows": rows,
         "visible_pairs": pairs,
         "limit_ms": limit_ms(2 * q.shape[1] * pairs * (q.shape[3] + v.shape[3]), moved),
-        "kernel_ms": clock.device_ms(lambda: slot_attention(**given), cold=True),
-        "kernel_running_ms": clock.running_ms(lambda: slot_attention(**given)),
+        "kernel_ms": clock.device_ms(lambda: position_attention(**given), cold=True),
+        "kernel_running_ms": clock.running_ms(lambda: position_attention(**given)),
     }
     for name, make in RIVALS.items():
         try:
@@ -128,12 +129,12 @@ def sweep(clock: Clock, settings: Settings, device: torch.device) -> list[dict[s
     for name, choices in itertools.groupby(swept(settings), lambda entry: entry[0]):
         options = settings[name][0]
         given = arguments(device, **options, **({} if "lengths" in options else {"rows": SWEEP_ROWS}))
-        usual = slot_attention(**given)
+        usual = position_attention(**given)
         for tiles in (None, *(tiles for _, _, tiles in choices)):
             entry: dict[str, Any] = {"setting": name, "tiles": tiles and dataclasses.asdict(tiles)}
             try:
-                entry["difference"] = difference(slot_attention(**given, tiles=tiles), usual)
-                entry["ms"] = clock.device_ms(lambda: slot_attention(**given, tiles=tiles), cold=True)  # noqa: B023
+                entry["difference"] = difference(position_attention(**given, tiles=tiles), usual)
+                entry["ms"] = clock.device_ms(lambda: position_attention(**given, tiles=tiles), cold=True)  # noqa: B023
             except triton.runtime.errors.OutOfResources:
                 continue
             found.append(entry)

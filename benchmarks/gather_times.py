@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from attention_checks import compact_slots
+from attention_checks import compact_positions
 from clock import MEMORY_RATE, Clock, where_and_when
 from torch import Tensor
 
@@ -172,7 +172,7 @@ def main() -> None:
         x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16)
         attn = torch.randn(1, tokens, heads, hidden // heads, device=device, dtype=torch.bfloat16).transpose(1, 2)
         weight = torch.randn(hidden, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
-        rows = compact_slots(int(tokens * KEEP), KEEP, device)
+        rows = compact_positions(int(tokens * KEEP), KEEP, device)
         rows = rows[rows < tokens]
         kept = len(rows) * hidden * 2
         moved = {"copy": 4 * kept, "restore": 2 * tokens * hidden * 2}  # bytes; the step is bound by its product

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_scores import block_scores
-from uniprefill_fx.kernels.select_blocks import select_blocks, select_blocks_reference
+from uniprefill_fx.kernels.block_scores.kernel import block_scores
+from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
+from uniprefill_fx.kernels.select_blocks.naive import select_blocks_reference
 
 # name: heads, kv_heads, head_dim, lengths, last_n, block_size, dtype
 SCORE_CASES: dict[str, tuple[int, int, int, tuple[int, ...], int, int, torch.dtype]] = {
@@ -41,25 +42,25 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def packed(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+def left_padded(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """token_bounds of a batch, on the device."""
+    columns = max(lengths)
+    return torch.tensor([[columns - n, columns] for n in lengths], dtype=torch.int32).to(device)
 
 
 def exact_scores(
-    q: Tensor, k: Tensor, bounds: list[int], scale: float, last_n: int, block_size: int, softcap: float | None
+    q: Tensor, k: Tensor, bounds: list[list[int]], scale: float, last_n: int, block_size: int, softcap: float | None
 ) -> Tensor:
-    scores = torch.zeros(q.shape[1] // block_size + len(bounds) - 1, dtype=torch.float64, device=q.device)
-    k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
-    for r in range(len(bounds) - 1):
-        start, end = bounds[r], bounds[r + 1]
+    scores = torch.zeros(len(bounds), -(-q.shape[2] // block_size), dtype=torch.float64, device=q.device)
+    for r, (start, end) in enumerate(bounds):
         n = min(last_n, end - start)
-        logits = q[:, end - n : end].double() @ k[:, start:end].double().mT * scale
+        keys = k[r, :, start:end].double().repeat_interleave(q.shape[1] // k.shape[1], 0)
+        logits = q[r, :, end - n : end].double() @ keys.mT * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         hidden = torch.ones(n, end - start, dtype=torch.bool, device=q.device).triu(end - start - n + 1)
         mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((0, 1))
-        slot = start // block_size + r + torch.arange(end - start, device=q.device) // block_size
-        scores.index_add_(0, slot, mass)
+        scores[r].index_add_(0, torch.arange(end - start, device=q.device) // block_size, mass)
     return scores
 
 
@@ -70,18 +71,18 @@ def check_scores(device: torch.device, tiny: bool, quick: bool) -> Iterator[tupl
             continue
         heads, kv_heads, head_dim, lengths, last_n, block_size, dtype = case
         torch.manual_seed(0)
-        tokens, scale = sum(lengths), head_dim**-0.5
-        # (tokens, heads, head_dim) in memory, as projections leave them
-        q = (torch.randn(tokens, heads, head_dim, device=device) * 2.5).to(dtype).transpose(0, 1)
-        k = torch.randn(tokens, kv_heads, head_dim, device=device).to(dtype).transpose(0, 1)
-        cu_seqlens = packed(lengths, device)
-        arguments = q, k, cu_seqlens, scale, last_n, block_size
+        shape, scale = (len(lengths), max(lengths)), head_dim**-0.5
+        # (batch, tokens, heads, head_dim) in memory, as projections leave them
+        q = (torch.randn(*shape, heads, head_dim, device=device) * 2.5).to(dtype).transpose(1, 2)
+        k = torch.randn(*shape, kv_heads, head_dim, device=device).to(dtype).transpose(1, 2)
+        token_bounds = left_padded(lengths, device)
+        arguments = q, k, token_bounds, scale, last_n, block_size
         for mode, softcap, options, allowed in (
             ("input", None, {}, 1e-5),
             ("softcap", 20.0, {"softcap": 20.0}, 1e-5),
             ("fp8", None, {"dtype": "fp8"}, 3e-2),
         ):
-            want = exact_scores(q, k, cu_seqlens.tolist(), scale, last_n, block_size, softcap)
+            want = exact_scores(q, k, token_bounds.tolist(), scale, last_n, block_size, softcap)
             with poisoned_memory():
                 got: Tensor = block_scores(*arguments, **options)  # type: ignore[arg-type]
                 again: Tensor = block_scores(*arguments, **options)  # type: ignore[arg-type]
@@ -90,18 +91,19 @@ def check_scores(device: torch.device, tiny: bool, quick: bool) -> Iterator[tupl
 
 
 def check_large_offsets(device: torch.device) -> Iterator[tuple[str, float, float]]:
-    """Heads that lie more than 2^31 elements apart."""
-    tokens, head_dim = 1000, 64
-    cu_seqlens, arguments = packed((tokens,), device), []
+    """Heads that lie more than 2^31 elements apart, and so do requests."""
+    tokens, head_dim, far = 1000, 64, (1 << 31) + 16
+    token_bounds, arguments = left_padded((tokens, tokens), device), []
     for _ in range(2):
-        memory = torch.empty((1 << 31) + (1 << 20), dtype=torch.bfloat16, device=device)
-        x = memory.as_strided((2, tokens, head_dim), ((1 << 31) + 16, head_dim, 1))
+        memory = torch.empty(2 * far + (1 << 20), dtype=torch.bfloat16, device=device)
+        # the second head of the first request would lie on the first of the second, but for the tokens between
+        x = memory.as_strided((2, 2, tokens, head_dim), (far + tokens * head_dim, far, head_dim, 1))
         x.copy_(torch.randn(x.shape, device=device))
         arguments.append(x)
     near = [x.contiguous() for x in arguments]
     for dtype in ("input", "fp8"):
-        got = block_scores(*arguments, cu_seqlens, 0.125, 128, 64, dtype=dtype)
-        want = block_scores(*near, cu_seqlens, 0.125, 128, 64, dtype=dtype)
+        got = block_scores(*arguments, token_bounds, 0.125, 128, 64, dtype=dtype)
+        want = block_scores(*near, token_bounds, 0.125, 128, 64, dtype=dtype)
         yield f"scores, offsets beyond 2^31, {dtype}", float((got - want).abs().max()), 0.0
 
 
@@ -115,15 +117,15 @@ def check_selection(device: torch.device, tiny: bool) -> Iterator[tuple[str, flo
     }
     for name, lengths in (TINY_SELECT_CASES if tiny else SELECT_CASES).items():
         block_size = 64 if max(lengths) > 1000 else 16
-        uniform = torch.rand(sum(lengths) // block_size + len(lengths), device=device)
+        uniform = torch.rand(len(lengths), -(-max(lengths) // block_size), device=device)
         prompts = 2 * torch.tensor(lengths, device=device)
         for kind, make in kinds.items():
             for choice in choices:
-                arguments = make(uniform), packed(lengths, device), prompts, block_size, 128, 100
+                arguments = make(uniform), left_padded(lengths, device), prompts, block_size, 128, 100
                 want = select_blocks_reference(*arguments, **choice)
                 with poisoned_memory():
                     got = select_blocks(*arguments, **choice)
-                same = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+                same = all(a.equal(b) for a, b in zip(got, want, strict=True))
                 yield f"rows, {name}, {kind}, {choice}", 0.0 if same else float("inf"), 0.0
 
 

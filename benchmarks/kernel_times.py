@@ -8,7 +8,8 @@
 
 Times are device times: medians over replays of a CUDA graph, each after the L2 cache was emptied; at 8,192 tokens and
 below the cache stays warm, as it is behind the projections that made q and k. Plain torch scoring waits for the device,
-so it is timed as it runs.
+so it is timed as it runs. `batch_ms` is score and select of a padded batch, prompts of the named length and of three
+quarters, half and a quarter of it; `apart_ms` of the same prompts one by one.
 
 The file isn't called kernels.py: a script's folder comes first in sys.path, and transformers looks for a `kernels`.
 """
@@ -31,13 +32,13 @@ if "--dry-run" in sys.argv:
 import torch
 import triton
 from clock import Clock, where_and_when
-from kernel_checks import check_all, packed
+from kernel_checks import check_all, left_padded
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_scores import block_scores
-from uniprefill_fx.kernels.select_blocks import mark_blocks, queue_selection
+from uniprefill_fx.kernels.block_scores.kernel import block_scores
+from uniprefill_fx.kernels.block_scores.naive import block_scores_reference
+from uniprefill_fx.kernels.select_blocks.kernel import mark_blocks, queue_selection
 from uniprefill_fx.kernels.tiles import Tiles
-from uniprefill_fx.ops.scoring import packed_score as torch_scores
 
 BLOCK_SIZE, LAST_N, SINKS, P = 64, 128, 128, 0.99
 WARM_TOKENS = 8192
@@ -67,37 +68,47 @@ def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.
     q = torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16, device=device) + direction.bfloat16()
     k = torch.randn(tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
     k += (gain[:, None] * direction).bfloat16()[:, None]
-    return q.transpose(0, 1), k.transpose(0, 1)
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
 
 
 def measure(
     clock: Clock, tokens: int, shape: tuple[int, int, int], device: torch.device, sweep: bool
 ) -> dict[str, Any]:
     q, k = inputs(tokens, *shape, device)
-    cu_seqlens, prompts = packed((tokens,), device), torch.tensor([tokens], device=device)
+    bounds, prompts = left_padded((tokens,), device), torch.tensor([tokens], device=device)
     scale, cold = shape[2] ** -0.5, tokens > WARM_TOKENS
 
     def score(**options: Any) -> Tensor:
-        return block_scores(q, k, cu_seqlens, scale, LAST_N, BLOCK_SIZE, **options)
+        return block_scores(q, k, bounds, scale, LAST_N, BLOCK_SIZE, **options)
 
     def select(scores: Tensor) -> tuple[Tensor, Tensor]:
-        return queue_selection(scores, cu_seqlens, prompts, BLOCK_SIZE, LAST_N, SINKS, P, False)
+        return queue_selection(scores, bounds, prompts, BLOCK_SIZE, LAST_N, SINKS, P, False)
 
     def kept(scores: Tensor, p: float) -> Tensor:
-        return mark_blocks(scores, cu_seqlens, prompts, BLOCK_SIZE, 0, 0, p, False)[1][: -(-tokens // BLOCK_SIZE)]
+        return mark_blocks(scores, bounds, prompts, BLOCK_SIZE, 0, 0, p, False)[1][0]
+
+    q4, k4 = (x.transpose(1, 2).repeat(4, 1, 1, 1).transpose(1, 2) for x in (q, k))
+    bounds4 = left_padded(tuple(tokens * quarters // 4 for quarters in (4, 3, 2, 1)), device)
+
+    def several(step: int) -> None:
+        """`step` prompts in a launch."""
+        for r in range(0, 4, step):
+            own, lengths = bounds4[r : r + step], prompts.expand(step).contiguous()
+            mass = block_scores(q4[r : r + step], k4[r : r + step], own, scale, LAST_N, BLOCK_SIZE)
+            queue_selection(mass, own, lengths, BLOCK_SIZE, LAST_N, SINKS, P, False)
 
     scores, scores8 = score(), score(dtype="fp8")
     result: dict[str, Any] = {
         "tokens": tokens,
-        "score_torch_ms": clock.running_ms(
-            lambda: torch_scores(q[None], k[None], cu_seqlens, scale, LAST_N, BLOCK_SIZE, torch.float32)
-        ),
+        "score_torch_ms": clock.running_ms(lambda: block_scores_reference(q, k, bounds, scale, LAST_N, BLOCK_SIZE)),
         "score_ms": clock.device_ms(score, cold),
         "score_again_ms": clock.device_ms(score, cold),  # a difference within this spread is noise
         "score_fp8_ms": clock.device_ms(lambda: score(dtype="fp8"), cold),
         "select_ms": clock.device_ms(lambda: select(scores), cold),
         "score_select_ms": clock.device_ms(lambda: select(score()), cold),
         "score_select_fp8_ms": clock.device_ms(lambda: select(score(dtype="fp8")), cold),
+        "batch_ms": clock.device_ms(lambda: several(4), cold),
+        "apart_ms": clock.device_ms(lambda: several(1), cold),
         "kernels_us": clock.launches(lambda: select(score())),
         "kernels_fp8_us": clock.launches(lambda: select(score(dtype="fp8"))),
         "kept_blocks": {str(p): kept(scores, p).float().mean().item() for p in (0.9, 0.99)},
@@ -124,8 +135,9 @@ def tiles_ms(clock: Clock, score: Callable[..., Tensor], tiles: Tiles, dtype: st
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    columns = "score_torch_ms score_ms score_fp8_ms select_ms score_select_ms score_select_fp8_ms".split()
-    lines = ["| shape | tokens | " + " | ".join(columns) + " | launches | fp8 differs |", "|---" * 10 + "|"]
+    columns = ["score_torch_ms", "score_ms", "score_fp8_ms", "select_ms", "score_select_ms", "score_select_fp8_ms"]
+    columns += ["batch_ms", "apart_ms"]
+    lines = ["| shape | tokens | " + " | ".join(columns) + " | launches | fp8 differs |", "|---" * 12 + "|"]
     for r in results:
         times = " | ".join(f"{r[c]:.3f}" for c in columns)
         differs = max(r["fp8_blocks_that_differ"].values())

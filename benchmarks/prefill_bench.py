@@ -110,7 +110,7 @@ class Bench:
             self.checked(kind, ids)
             self.clock.synchronize()
             seconds[kind] = time.perf_counter() - began
-        pieces = {s.name: s.seconds for s in self.watch.segments()}
+        pieces = {s.name: s.seconds for s in self.watch.sequence_ids()}
         passes = sum(t["seconds"] for t in self.watch.tries)
         inductor = sum(pieces.values())
         hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
@@ -154,7 +154,7 @@ class Bench:
         repeats = max(1, min(self.repeats(warm), int(self.progress.left() / warm)))
         call = uniprefill_fx.last_call()
         assert call is not None
-        result |= {"work": call.work, "rows": list(call.rows), "exact": []}
+        result |= {"work": call.compute_fraction, "rows": list(call.num_tokens), "exact": []}
         timings: dict[str, list[Timing]] = {DENSE: [], UNI: []}
         for _ in range(repeats):
             for kind, times in timings.items():
@@ -167,7 +167,7 @@ class Bench:
         dense, uni = result[DENSE], result[UNI]
         self.progress.say(
             f"{tokens:,} tokens: dense {dense['all_ms']} ms, uniprefill {uni['all_ms']} ms, "
-            f"{dense['ms'] / uni['ms']:.3f}x; work {call.work:.2f}; syncs {result['syncs']}"
+            f"{dense['ms'] / uni['ms']:.3f}x; work {call.compute_fraction:.2f}; syncs {result['syncs']}"
         )
 
     def guess(self, kind: str, tokens: int) -> float:

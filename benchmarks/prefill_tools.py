@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from uniprefill_fx import backend
-from uniprefill_fx.lowering.segments import Segment
-from uniprefill_fx.runtime import Prefill
+from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.runtime.prefill import Prefill
 
 GIB = 1 << 30
 
@@ -129,7 +129,9 @@ class Clock:
         microseconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for event in profile.events() or ():
-            if event.device_type == wanted and not event.name.startswith(("## Call", "Torch")):  # those are spans
+            if event.device_type == wanted and not event.name.startswith(
+                ("## Call", "Torch")
+            ):  # those are token_bounds
                 microseconds[event.name] += event.time_range.elapsed_us()
                 calls[event.name] += 1
         return [
@@ -182,15 +184,15 @@ class Watch:
     def _prefill(done: backend.Compilation) -> Prefill | None:
         return done.run if isinstance(done.run, Prefill) else None
 
-    def segments(self) -> list[Segment]:
+    def sequence_ids(self) -> list[CompiledPiece]:
         """Every piece of every prefill, dense ones last."""
         prefills = [p for p in map(self._prefill, self.found) if p is not None]
-        pieces = [run for p in prefills for _, run in p.steps if isinstance(run, Segment)]
-        return pieces + [p.dense for p in prefills]
+        pieces = dict.fromkeys(run for p in prefills for _, run in p.steps if isinstance(run, CompiledPiece))
+        return list(pieces) + [p.dense for p in prefills]
 
     def repeated(self) -> list[str]:
         """What was compiled more than once though only the length changed."""
-        more = [f"{s.name} compiled {len(s.variants)} times" for s in self.segments() if len(s.variants) > 1]
+        more = [f"{s.name} compiled {len(s.variants)} times" for s in self.sequence_ids() if len(s.variants) > 1]
         prefills = sum(1 for c in self.found if self._prefill(c) is not None)
         return more + ([f"Dynamo traced the prefill {prefills} times"] if prefills > 1 else [])
 

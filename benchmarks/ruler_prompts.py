@@ -146,21 +146,21 @@ def write(
             lines = [next(needles) if lines[i][0] != NOISE else lines[i] for i in order]
         else:
             lines = [lines[i] for i in order]
-    parts, spans, at = [heading(kind)], list[tuple[int, int, int]](), len(heading(kind))
+    parts, token_bounds, at = [heading(kind)], list[tuple[int, int, int]](), len(heading(kind))
     for line, known in lines:
         parts.append(line + "\n")
         at += len(line) + 1
         if known:
-            spans.append((at - 2 - known, at - 2, KNOWN))
+            token_bounds.append((at - 2 - known, at - 2, KNOWN))
     parts[-1], at = parts[-1][:-1], at - 1  # the question brings its line break
     for key, value in rng.sample(facts, min(questions, len(facts))):
         first, rest = question(kind, key)
         parts += [first, key, rest, " ", value, STOP]
-        spans.append((at + len(first), at + len(first) + len(key), KNOWN))
+        token_bounds.append((at + len(first), at + len(first) + len(key), KNOWN))
         at += len(first) + len(key) + len(rest)
-        spans.append((at, at + len(value) + 2, ANSWER))
+        token_bounds.append((at, at + len(value) + 2, ANSWER))
         at += len(value) + 2
-    return "".join(parts), spans
+    return "".join(parts), token_bounds
 
 
 _TABLE = bytearray([UNKNOWN] * 256)
@@ -181,11 +181,11 @@ def batch(
     ids = np.full((len(tasks), length), PAD, dtype=np.uint8)
     classes = np.zeros((len(tasks), length), dtype=np.uint8)
     for row, task in enumerate(tasks):
-        text, spans = write(rng, task, length, exam, repeats)
+        text, token_bounds = write(rng, task, length, exam, repeats)
         size = min(len(text), length)
         ids[row, :size] = encode(text)[:size]
         classes[row, :size] = FREE
-        for start, end, kind in spans:
+        for start, end, kind in token_bounds:
             classes[row, start:end] = kind
     return torch.from_numpy(ids), torch.from_numpy(classes)
 

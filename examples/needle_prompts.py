@@ -39,19 +39,19 @@ def needle_prompt(tokens: int, facts: int = 16, seed: int = 0) -> NeedlePrompt:
         ValueError: the facts do not fit, or there are more of them than symbols to name them.
     """
     question = 3  # QUERY k ANS
-    slots = (tokens - 1 - question) // FACT_TOKENS
+    positions = (tokens - 1 - question) // FACT_TOKENS
     symbols = VOCABULARY - FIRST_SYMBOL
-    if not 1 <= facts <= min(slots, symbols):
+    if not 1 <= facts <= min(positions, symbols):
         raise ValueError(
-            f"{facts} facts in {tokens} tokens: wanted 1 to {min(slots, symbols)} "
-            f"({slots} slots of {FACT_TOKENS} tokens, {symbols} symbols)"
+            f"{facts} facts in {tokens} tokens: wanted 1 to {min(positions, symbols)} "
+            f"({positions} positions of {FACT_TOKENS} tokens, {symbols} symbols)"
         )
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_NOISE, FIRST_SYMBOL, (tokens,), generator=random)
     ids[0] = BOS
     keys = FIRST_SYMBOL + torch.randperm(symbols, generator=random)[:facts]
     values = torch.randint(FIRST_SYMBOL, VOCABULARY, (facts, ANSWER_TOKENS), generator=random)
-    starts = 1 + FACT_TOKENS * torch.randperm(slots, generator=random)[:facts]
+    starts = 1 + FACT_TOKENS * torch.randperm(positions, generator=random)[:facts]
     for key, value, start in zip(keys.tolist(), values.tolist(), starts.tolist(), strict=True):
         ids[start : start + FACT_TOKENS] = torch.tensor([KEY, key, VAL, *value, SEP])
     asked = int(torch.randint(facts, (), generator=random))

@@ -229,10 +229,10 @@ def show_layers(model: Any, call: uniprefill_fx.LastCall, tokens: int) -> None:
     text_config = model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)  # not every config has them; --explain reads the graph
     print(f"layer  tokens in  kept after it{'  attention' if kinds else ''}")
-    for layer, rows in enumerate(call.rows):
-        kept = len(call.kept[layer]) if layer in call.kept else ""
+    for layer, rows in enumerate(call.num_tokens):
+        kept = len(call.kept_indices[layer]) if layer in call.kept_indices else ""
         print(f"{layer:>5}  {rows:>9}  {kept:>13}  {kinds[layer].replace('_', ' ') if kinds else ''}".rstrip())
-    print(f"Averaged over layers, {call.work:.0%} of the {tokens} tokens were computed.")
+    print(f"Averaged over layers, {call.compute_fraction:.0%} of the {tokens} tokens were computed.")
 
 
 def show_times(dense: list[float], dropped: list[float], device: str, model: Any) -> None:

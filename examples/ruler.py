@@ -39,8 +39,8 @@ class Seen:
 
     def note(self, call: uniprefill_fx.LastCall) -> None:
         self.prompts += 1
-        self.dropped += any(len(rows) != call.tokens for rows in call.kept.values())
-        self.works.append(call.work)
+        self.dropped += any(len(rows) != call.tokens for rows in call.kept_indices.values())
+        self.works.append(call.compute_fraction)
 
 
 def harness(model: Any, tokenizer: Any, max_length: int) -> tuple[Any, Seen]:
@@ -51,10 +51,9 @@ def harness(model: Any, tokenizer: Any, max_length: int) -> tuple[Any, Seen]:
 
     class Watched(HFLM):
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-            before = uniprefill_fx.last_call()
-            out = super()._model_generate(*args, **kwargs)
-            call = uniprefill_fx.last_call()
-            if call is None or call is before:
+            generate = super()._model_generate
+            out, call = uniprefill_fx.watched(lambda: generate(*args, **kwargs))
+            if call is None:
                 raise RuntimeError("a prompt ran past the backend: Dynamo gave up compiling the model")
             seen.note(call)
             return out

@@ -121,21 +121,21 @@ class Compiled:
 def assert_same_rows(call: LastCall, want: PrefillResult, tokens: int) -> None:
     """The kept sets are identical, and so are the rows of every layer. Rows of layers without keys follow from it."""
     assert call.dropped and call.reason is None and call.tokens == tokens
-    assert sorted(call.kept) == sorted(want.kept)
+    assert sorted(call.kept_indices) == sorted(want.kept)
     for layer, positions in want.kept.items():
-        assert torch.equal(call.kept[layer], positions), f"kept set after layer {layer}"
+        assert torch.equal(call.kept_indices[layer], positions), f"kept set after layer {layer}"
     alive = tokens
     for layer, stored in enumerate(want.kv_positions):
         assert stored is None or len(stored) == alive
-        assert call.rows[layer] == alive
+        assert call.num_tokens[layer] == alive
         alive = len(want.kept[layer]) if layer in want.kept else alive
-    assert len(call.rows) == len(want.kv_positions)
+    assert len(call.num_tokens) == len(want.kv_positions)
 
 
 def assert_dropped(call: LastCall) -> None:
     """Some rows are gone at the end."""
     assert call.dropped and call.tokens is not None
-    assert len(list(call.kept.values())[-1]) < call.tokens
+    assert len(list(call.kept_indices.values())[-1]) < call.tokens
 
 
 def kv_lengths(cache: Any) -> list[int | None]:

@@ -245,7 +245,7 @@ class TriangleLayer(GptLayer):
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, n, d))
 
 
-class Triangle(Gpt):
+class CausalBuffer(Gpt):
     layer = TriangleLayer
 
 
@@ -435,7 +435,7 @@ DECODERS: dict[str, type[Any]] = {
         Grouped,
         Complex,
         PostNorm,
-        Triangle,
+        CausalBuffer,
         SequenceFirst,
         Bounded,
         Packed,

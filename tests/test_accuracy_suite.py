@@ -89,9 +89,9 @@ def test_rivals_keep_as_many_rows(subject: Any) -> None:
         answer = subject.dropped(prompt, tools.Setting(kind, kind=kind), keep)
         call = tools.uniprefill_fx.last_call()
         assert list(answer.kept.values()) == keep and answer.rows == (768, 500, 500, 500, 300, 300, 300, 300)
-        for kept in call.kept.values():
+        for kept in call.kept_indices.values():
             assert set(range(128)) | set(range(640, 768)) <= set(kept.tolist())
-        rows[kind] = call.kept[0].tolist()
+        rows[kind] = call.kept_indices[0].tolist()
     assert rows["sinks+last"] == [*range(128), *range(768 - 372, 768)]
     assert len({tuple(kept) for kept in rows.values()}) == 3
 
@@ -100,18 +100,19 @@ def test_fp8_scores() -> None:
     """A selection piece scores with e4m3 products, and selects with the setting's p."""
     rivals: Any = importlib.import_module("accuracy_rivals")
     ops, graph = torch.ops.uniprefill, torch.fx.Graph()
-    q, k, spans = (graph.placeholder(name) for name in ("q", "k", "spans"))
-    scores = graph.call_function(ops.score.default, (q, k, spans, 2.0, 8, 16, torch.float32, None, None, None, None))
-    chosen = graph.call_function(ops.select.default, (scores, spans, spans, 16, 8, 0, 0.9, None))
+    q, k, token_bounds = (graph.placeholder(name) for name in ("q", "k", "token_bounds"))
+    scores = graph.call_function(
+        ops.score.default, (q, k, None, token_bounds, 2.0, None, None, None, 8, 16, torch.float32)
+    )
+    chosen = graph.call_function(ops.select.default, (scores, token_bounds, token_bounds, 16, 8, 0, 0.9, None))
     graph.output((chosen, scores))
     chooser = rivals.Chooser("fp8", p=0.6)
     run = rivals._Selection(torch.fx.GraphModule({}, graph), 0, chooser)
     torch.manual_seed(0)
     inputs = torch.randn(1, 2, 256, 32), torch.randn(1, 2, 256, 32), torch.tensor([[0, 256]])
     (rows, _), got = run(*inputs)
-    twin: Any = importlib.import_module("uniprefill_fx.kernels.block_scores_reference")
-    cu = torch.tensor([0, 256], dtype=torch.int32)
-    want = twin.block_scores_reference(inputs[0][0], inputs[1][0], cu, 2.0, 8, 16, dtype="fp8")
+    twin: Any = importlib.import_module("uniprefill_fx.kernels.block_scores.naive")
+    want = twin.block_scores_reference(*inputs, 2.0, 8, 16, dtype="fp8")
     assert torch.equal(got, want)
     assert torch.equal(rows, ops.select(want, inputs[2], inputs[2], 16, 8, 0, 0.6, None)[0])
     chooser.kind = "own"

@@ -94,11 +94,11 @@ class Subject:
 def assert_dropped_as(call: LastCall, want: Expected, arch: Arch, length: int) -> None:
     """The backend dropped where it should, the rows that the reference chose itself."""
     assert call.dropped and call.reason is None and call.tokens == length, str(call)
-    assert tuple(call.kept) == arch.drops
+    assert tuple(call.kept_indices) == arch.drops
     for layer, positions in want.kept.items():
-        assert torch.equal(call.kept[layer], positions), f"kept set after layer {layer}"
-    assert list(call.rows) == want.rows
-    lengths = [len(positions) for positions in call.kept.values()]
+        assert torch.equal(call.kept_indices[layer], positions), f"kept set after layer {layer}"
+    assert list(call.num_tokens) == want.rows
+    lengths = [len(positions) for positions in call.kept_indices.values()]
     assert all(after < before for before, after in zip([length, *lengths], lengths, strict=False)), lengths
 
 
@@ -218,7 +218,7 @@ def test_keys_that_later_layers_share() -> None:
         out = model(ids[:, :length], logits_to_keep=1)
         cache, logits = out.past_key_values, [out.logits]
         call = uniprefill_fx.last_call()
-        assert call is not None and call.dropped and torch.equal(call.kept[3], want.kept[3])
+        assert call is not None and call.dropped and torch.equal(call.kept_indices[3], want.kept[3])
         with pytest.raises(CompactCacheError):
             stock(ids[:, length:], past_key_values=copy.deepcopy(cache))
         for at in (length, length + 1):

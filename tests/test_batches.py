@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import NAMES, TWO_LAYERS, needle_ids
+from checkpoints import NAMES, TWO_LAYERS, at_hand, needle_ids
 from eager_reference import DropSpec, EagerReference, PrefillResult
 from exactness import SHARP, Case, Compiled, assert_differs, assert_near
 from tiny import LLAMA, tiny_gemma3, tiny_llama, token_ids
@@ -21,7 +21,10 @@ CASES = [Case(name, DropSpec(TWO_LAYERS[name], p=(0.9, 0.8), **SHARP), label="ba
 CHECKPOINTS = pytest.mark.parametrize("compiled", CASES, indirect=True, ids=str)
 HYBRID_FIRST = pytest.mark.parametrize(  # the other checkpoints are slow tests
     "compiled",
-    [pytest.param(c, id=str(c), marks=() if "qwen3" in c.name else pytest.mark.slow) for c in CASES],
+    [
+        pytest.param(c, id=str(c), marks=() if c.name in at_hand(["needle-qwen3-next"]) else pytest.mark.slow)
+        for c in CASES
+    ],
     indirect=True,
 )
 
@@ -53,9 +56,9 @@ def assert_kept(call: LastCall, wants: list[PrefillResult], batch: dict[str, Ten
     for layer in wants[0].kept:
         bounds = call.cu_seqlens[layer]
         for r, want in enumerate(wants):
-            own = call.kept[layer][bounds[r] : bounds[r + 1]]
+            own = call.kept_indices[layer][bounds[r] : bounds[r + 1]]
             assert torch.equal(own, want.kept[layer] + firsts[r]), f"kept set of request {r} after layer {layer}"
-    assert len(list(call.kept.values())[-1]) < call.tokens
+    assert len(list(call.kept_indices.values())[-1]) < call.tokens
 
 
 @HYBRID_FIRST
@@ -111,8 +114,8 @@ def test_generation_continues_for_all_requests(compiled: Compiled) -> None:
         for ours, theirs in zip(got.logits, logits, strict=True):
             assert_near(ours[r : r + 1], theirs)
         first = int(batch["attention_mask"][r].argmax())
-        slots = [getattr(layer, "slots", None) for layer in got.past_key_values.layers]
-        stored = [None if own is None else int((own[r] >= first).sum()) for own in slots]
+        positions = [getattr(layer, "positions", None) for layer in got.past_key_values.layers]
+        stored = [None if own is None else int((own[r] >= first).sum()) for own in positions]
         assert stored == reference.kv_lengths()
 
 
@@ -259,7 +262,7 @@ def test_other_selections(options: dict[str, Any]) -> None:
     assert call.dropped
     for r, prompt in enumerate(prompts):
         want = compiled.reference.prefill(prompt)
-        own = call.kept[1][call.cu_seqlens[1][r] : call.cu_seqlens[1][r + 1]]
+        own = call.kept_indices[1][call.cu_seqlens[1][r] : call.cu_seqlens[1][r + 1]]
         assert torch.equal(own, want.kept[1] + batch["attention_mask"][r].argmax())
         assert_near(out.logits[r : r + 1], want.last_logits)
 
@@ -267,7 +270,7 @@ def test_other_selections(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("window", ["position", pytest.param("index", marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_sliding_windows_shorter_than_what_always_stays(window: str) -> None:
-    """Rows inside a window are told by slot; generation runs past the window."""
+    """Rows inside a window are told by position; generation runs past the window."""
     spec = DropSpec((1, 3), p=(0.9, 0.8), block_size=8, last_n=16, sink_tokens=8, window=window)
     compiled = Compiled(Case("tiny", spec), tiny_gemma3(32), tiny_gemma3(32))
     prompts, steps = prompts_of("tiny", (150, 97)), 40

@@ -13,7 +13,7 @@ from tiny import tiny_llama, token_ids
 from torch import Tensor
 
 from uniprefill_fx import error_bound, override
-from uniprefill_fx.bound import BoundReport, DropError, measure
+from uniprefill_fx.tools.error_bound import BoundReport, DropError, measure
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 24}
 

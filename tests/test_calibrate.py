@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 import uniprefill_fx
-from uniprefill_fx import OptionError, calibrate, calibration
+from uniprefill_fx import OptionError, calibrate
+from uniprefill_fx.tools import calibrate as calibration
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 32, "sink_tokens": 16}
 
@@ -53,8 +54,8 @@ def test_budget_holds_by_the_reference(tmp_path: Path) -> None:
         mean = sum(rows / ids.numel() for (_, rows), ids in zip(by_hand, prompts, strict=True)) / 2
         assert result.kept[result.options["drop_layers"][-1]] == pytest.approx(mean)
         assert 3 not in result.options["drop_layers"]  # a drop after the last layer saves nothing
-    assert found[0.2].work < found[0.002].work < 1.0
-    assert found[0.2].work < 0.8
+    assert found[0.2].compute_fraction < found[0.002].compute_fraction < 1.0
+    assert found[0.2].compute_fraction < 0.8
     found[0.2].save(tmp_path / "options.json")
     options = json.loads((tmp_path / "options.json").read_text())
     assert options == found[0.2].options and "inner_backend" not in options
@@ -70,7 +71,7 @@ def test_candidates_are_the_given_layers() -> None:
 def test_no_drop_fits() -> None:
     """Options that keep everything, rather than ones that break the budget."""
     found = calibrate(tiny_llama(3), [token_ids(300)], max_kl=1e-12, drop_layers=[1], grid=(0.5,), **SHARP)
-    assert found.options["p"] == [1.0] and found.kl == pytest.approx(0, abs=1e-12) and found.work == 1.0
+    assert found.options["p"] == [1.0] and found.kl == pytest.approx(0, abs=1e-12) and found.compute_fraction == 1.0
 
 
 def test_rounding_above_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def test_the_model_is_left_alone() -> None:
     with torch.inference_mode():
         model(ids, logits_to_keep=1)
     call = uniprefill_fx.last_call()
-    assert call is not None and list(call.kept) == [1] and call.dropped
+    assert call is not None and list(call.kept_indices) == [1] and call.dropped
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,6 @@ def test_nothing_to_drop() -> None:
 def test_checkpoint(checkpoint: str) -> None:
     """Within the budget, and near it on prompts that were not calibrated on."""
     found = calibrate(fresh(checkpoint), [needle_ids(1024, seed=s) for s in range(3)], max_kl=0.02, **SHARP)
-    assert found.kl <= 0.02 and found.work < 0.95
+    assert found.kl <= 0.02 and found.compute_fraction < 0.95
     others = [kl_by_hand(stock(checkpoint), found.options, needle_ids(1024, seed=s), 16)[0] for s in range(10, 13)]
     assert math.fsum(others) / 3 < 0.05

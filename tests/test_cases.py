@@ -51,12 +51,12 @@ def test_case_05_the_kept_count_is_never_zero(name: str) -> None:
                 ids = token_ids(length)
                 out, done = model.prefill(ids, logits_to_keep=1)
                 assert_near(out.logits, model.dense(ids, logits_to_keep=1).logits)
-                assert done.dropped == (length > 1) and all(len(kept) == length for kept in done.kept.values())
+                assert done.dropped == (length > 1) and all(len(kept) == length for kept in done.kept_indices.values())
         with uniprefill_fx.override(block_size=8, last_n=1, sink_tokens=0, **least):
             for length in (2, 17, 300):
                 out, done = model.prefill(token_ids(length), logits_to_keep=1)
                 assert torch.isfinite(out.logits).all()
-                assert all(1 <= len(kept) <= 9 for kept in done.kept.values())
+                assert all(1 <= len(kept) <= 9 for kept in done.kept_indices.values())
 
 
 @pytest.mark.parametrize("name", LLAMA_FIRST)
@@ -115,7 +115,7 @@ def test_case_09_position_ids_of_three_axes() -> None:
         done = uniprefill_fx.last_call()
         assert done is not None
         assert_dropped(done)
-        assert torch.equal(done.kept[0], want.kept[0])
+        assert torch.equal(done.kept_indices[0], want.kept[0])
         assert_near(out.logits[:, -1], want.logits)
         assert_differs(want.logits, reference.run(ids, length, LLAMA_SPEC).logits)  # the positions matter
 
@@ -133,7 +133,7 @@ def test_case_10_left_padding(name: str, pads: tuple[int, ...]) -> None:
     done = uniprefill_fx.last_call()
     assert done is not None
     assert_dropped(done)
-    for layer, kept in done.kept.items():
+    for layer, kept in done.kept_indices.items():
         bounds = done.cu_seqlens[layer]
         assert all(int(kept[bounds[row]]) >= pad for row, pad in enumerate(pads))
     for row, pad in enumerate(pads):
@@ -171,7 +171,7 @@ def test_case_15_kept_counts_that_are_no_multiple_of_the_scan_chunk() -> None:
         done = uniprefill_fx.last_call()
         assert done is not None
         assert_dropped(done)
-        assert all(len(kept) % chunk for kept in done.kept.values())
+        assert all(len(kept) % chunk for kept in done.kept_indices.values())
         assert_near(out.logits[:, -1], want.logits)
 
 
@@ -186,4 +186,4 @@ def test_case_16_every_cache_layer_is_as_long_as_the_plan_says(name: str) -> Non
         assert_dropped(done)
         kinds = model.reference.kinds
         window = {i: WINDOW - 1 for i, kind in enumerate(kinds) if kind == "sliding_attention"}
-        assert kv_lengths(out.past_key_values) == [min(n, window.get(i, n)) for i, n in enumerate(done.rows)]
+        assert kv_lengths(out.past_key_values) == [min(n, window.get(i, n)) for i, n in enumerate(done.num_tokens)]

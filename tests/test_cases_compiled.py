@@ -123,7 +123,9 @@ def test_case_14_no_kernel_is_tuned_for_a_length() -> None:
     """Tuned kernels search again for every new key; these take their tiles from tables, so a first call costs none."""
     from triton.runtime import Autotuner, JITFunction
 
-    from uniprefill_fx.kernels import block_scores, select_blocks, varlen
+    from uniprefill_fx.kernels import common as varlen
+    from uniprefill_fx.kernels.block_scores import kernel as block_scores
+    from uniprefill_fx.kernels.select_blocks import kernel as select_blocks
 
     kernels = [f for module in (block_scores, select_blocks, varlen) for f in vars(module).values()]
     assert len([f for f in kernels if isinstance(f, JITFunction)]) > 4
@@ -151,7 +153,7 @@ def test_case_19_other_options_on_a_warm_model_change_the_result() -> None:
         done = uniprefill_fx.last_call()
         assert done is not None
         assert_near(out.logits, EagerReference(tiny_llama(), spec).prefill(ids).last_logits)
-        kept.append(len(done.kept[1]))
+        kept.append(len(done.kept_indices[1]))
     assert kept[0] == kept[2] < kept[1] < 300
 
 
@@ -162,4 +164,4 @@ def test_case_20_hybrids_drop_by_default(name: str) -> None:
     with torch.inference_mode():
         model(token_ids(700), logits_to_keep=1)
     done = uniprefill_fx.last_call()
-    assert done is not None and done.dropped and done.reason is None and list(done.kept) == [1]
+    assert done is not None and done.dropped and done.reason is None and list(done.kept_indices) == [1]

@@ -15,7 +15,7 @@ from eager_reference import DropSpec, EagerReference
 from tiny import tiny_llama, token_ids
 from transformers.utils import logging as transformers_logging
 
-from uniprefill_fx.cli import main
+from uniprefill_fx.tools.cli import main
 
 OPTIONS = ["--p", "0.9,0.7", "--option", "block_size=16", "--option", "min_tokens=0", "--option", "drop_layers=[1,2]"]
 OPTIONS += ["--option", "last_n=16", "--option", "sink_tokens=16"]

@@ -215,15 +215,16 @@ def test_auto_drop_layers(full: Any, depth: int, expected: tuple[int, ...]) -> N
 
 
 def test_auto_drop_layers_of_every_small_model() -> None:
-    """All sets of full-attention layers up to 10 layers: a non-empty, increasing choice of sites, never the last."""
+    """All sets of full-attention layers up to 10 layers: a non-empty, increasing choice of attention_nodes, never the
+    last."""
     for depth in range(1, 11):
         for bits in range(2**depth):
-            sites = [layer for layer in range(depth) if bits >> layer & 1]
-            chosen = auto_drop_layers(sites, depth)
-            assert set(chosen) <= set(sites)
+            attention_nodes = [layer for layer in range(depth) if bits >> layer & 1]
+            chosen = auto_drop_layers(attention_nodes, depth)
+            assert set(chosen) <= set(attention_nodes)
             assert list(chosen) == sorted(set(chosen))
             assert depth - 1 not in chosen
-            assert bool(chosen) == any(layer < depth - 1 for layer in sites)
+            assert bool(chosen) == any(layer < depth - 1 for layer in attention_nodes)
 
 
 @pytest.mark.parametrize("full", [(-1, 3), (3, 8)])

@@ -62,7 +62,7 @@ def check(fast: Callable[..., Any], length: int, spec: DropSpec = LLAMA) -> Last
     assert_dropped(call)
     want = EagerReference(model, spec).prefill(ids)
     assert_near(out.logits, want.last_logits)
-    assert all(torch.equal(call.kept[layer], kept) for layer, kept in want.kept.items())
+    assert all(torch.equal(call.kept_indices[layer], kept) for layer, kept in want.kept.items())
     assert_differs(out.logits, model(ids, logits_to_keep=1).logits)
     return call
 
@@ -222,6 +222,6 @@ def test_inner_backends(inner: str) -> None:
             want = EagerReference(tiny_llama(2), DropSpec((0,), 0.7, 16, 16, 16)).prefill(ids)
             out = fast(ids, logits_to_keep=1)
             call = uniprefill_fx.last_call()
-            assert call is not None and torch.equal(call.kept[0], want.kept[0])
+            assert call is not None and torch.equal(call.kept_indices[0], want.kept[0])
             assert_dropped(call)
             assert_near(out.logits, want.last_logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoints import AUTO_LAYERS, FULL_LAYERS, NAMES, TWO_LAYERS, needle_ids
+from checkpoints import AUTO_LAYERS, FULL_LAYERS, NAMES, TWO_LAYERS, at_hand, needle_ids
 from eager_reference import DropSpec
 from exactness import SHARP, Case, Compiled, assert_differs, assert_dropped, assert_near, assert_same_rows
 
@@ -19,9 +19,10 @@ def cases(
     quick: tuple[str, ...] = NAMES,
     **spec: Any,
 ) -> Any:
-    """One case a checkpoint; those that are not `quick` are slow tests."""
+    """One case a checkpoint; those that are not `quick`, or stand in for them, are slow tests."""
     made = [Case(name, DropSpec(layers[name], **spec), extra or {}, label) for name in NAMES]
-    slow = [() if case.name in quick else pytest.mark.slow for case in made]
+    here = at_hand(quick)
+    slow = [() if case.name in here else pytest.mark.slow for case in made]
     values = [pytest.param(case, marks=mark, id=str(case)) for case, mark in zip(made, slow, strict=True)]
     return pytest.mark.parametrize("compiled", values, indirect=True)
 
@@ -133,7 +134,7 @@ def test_logits_of_all_positions_show_frozen_states(compiled: Compiled) -> None:
     assert_near(again.logits, want.logits)
     assert_differs(out.logits, dense)
     assert_near(out.logits[:, -1], dense[:, -1])
-    kept = list(call.kept.values())[-1]
+    kept = list(call.kept_indices.values())[-1]
     assert_near(out.logits[:, kept], dense[:, kept])
 
 
@@ -161,6 +162,6 @@ def test_p_of_one_is_the_dense_model(compiled: Compiled) -> None:
     for length in (300, 1111):
         ids = needle_ids(length)
         out, call = compiled.prefill(ids, logits_to_keep=1)
-        assert call.dropped and [len(kept) for kept in call.kept.values()] == [length] * 2
-        assert set(call.rows) == {length}
+        assert call.dropped and [len(kept) for kept in call.kept_indices.values()] == [length] * 2
+        assert set(call.num_tokens) == {length}
         assert_near(out.logits, compiled.dense(ids, logits_to_keep=1).logits)

@@ -16,7 +16,7 @@ import uniprefill_fx
 from uniprefill_fx import OptionError
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.lowering import devices
-from uniprefill_fx.ops.scoring import score_reference
+from uniprefill_fx.ops.score import score_reference
 
 BLOCK, TOKENS, LAST_N = 16, 512, 8
 FP8, FP32 = torch.float8_e4m3fn, torch.float32
@@ -36,20 +36,21 @@ def scores_on_cuda(q: Tensor, k: Tensor, dtype: torch.dtype, **terms: Any) -> Te
     """What the op runs there (in the worker, which interprets the kernel)."""
     from uniprefill_fx.lowering import cuda
 
-    cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
-    return cuda._score(q, k, cu_seqlens, 64**-0.5, LAST_N, terms.pop("block_size", BLOCK), dtype, **terms)
+    names = "positions", "scale", "softcap", "sinks", "bias"
+    arguments = dict.fromkeys(names) | {"last_n": LAST_N, "block_size": BLOCK, "score_dtype": dtype} | terms
+    return cuda._score(q, k, token_bounds=torch.tensor([[0, TOKENS]]), **arguments)
 
 
 def kept_blocks(scores: Tensor, p: float) -> Tensor:
-    ordered, order = scores[: TOKENS // BLOCK].double().sort(descending=True)
+    ordered, order = scores[0].double().sort(descending=True)
     return torch.zeros(TOKENS // BLOCK).index_fill(0, order[ordered.cumsum(0) - ordered < p * ordered.sum()], 1) == 1
 
 
 def test_kept_sets_stay_near_those_of_wider_types(run: Run) -> None:
     q, k = peaked()
     eight, full = run(scores_on_cuda, q, k, FP8), run(scores_on_cuda, q, k, FP32)
-    cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
-    exact = score_reference(q.double(), k.double(), cu_seqlens, 64**-0.5, LAST_N, BLOCK, torch.float64)
+    whole = torch.tensor([[0, TOKENS]])
+    exact = score_reference(q.double(), k.double(), None, whole, None, None, None, None, LAST_N, BLOCK, torch.float64)
     assert eight.dtype == full.dtype == torch.float32
     assert 1e-4 < ((eight - exact).norm() / exact.norm()).item() < 0.03  # it was rounded, and not more than that
     assert ((full - exact).norm() / exact.norm()).item() < 1e-5
@@ -93,4 +94,4 @@ def test_the_option_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     assert eight.after is not None and eight.call is not None and full.call is not None
     (node,) = [n for n in eight.after.graph.nodes if n.target is torch.ops.uniprefill.score.default]
     assert FP8 in node.args and node.meta["val"].dtype == torch.float32
-    assert eight.call.dropped and torch.equal(eight.call.kept[1], full.call.kept[1])
+    assert eight.call.dropped and torch.equal(eight.call.kept_indices[1], full.call.kept_indices[1])

@@ -20,8 +20,8 @@ import torch
 from tiny import tiny_gemma3, tiny_llama, token_ids
 
 import uniprefill_fx
-from uniprefill_fx.html_report import COLUMNS, column_width, contents, kept_map
-from uniprefill_fx.report import Report
+from uniprefill_fx.tools.explain import Explanation as Report
+from uniprefill_fx.tools.html_report import COLUMNS, column_width, contents, kept_map
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -66,7 +66,11 @@ class Page(HTMLParser):
 def report() -> Report:
     options: dict[str, Any] = {"p": [0.9, 0.7], "block_size": BLOCK, "last_n": 16, "sink_tokens": 16}
     found = uniprefill_fx.explain(tiny_llama(4), token_ids(TOKENS), drop_layers=[1, 2], min_tokens=0, **options)
-    assert found.call is not None and found.call.dropped and len(found.call.kept[2]) < len(found.call.kept[1]) < TOKENS
+    assert (
+        found.call is not None
+        and found.call.dropped
+        and len(found.call.kept_indices[2]) < len(found.call.kept_indices[1]) < TOKENS
+    )
     return found
 
 
@@ -77,8 +81,8 @@ def expected_map(report: Report) -> list[list[float]]:
     for layer in range(4):
         blocks = [range(i, min(i + BLOCK, TOKENS)) for i in range(0, TOKENS, BLOCK)]
         out.append([round(sum(t in alive for t in block) / len(block), 3) for block in blocks])
-        if layer in report.call.kept:
-            alive = set(report.call.kept[layer].tolist())
+        if layer in report.call.kept_indices:
+            alive = set(report.call.kept_indices[layer].tolist())
     return out
 
 
@@ -93,7 +97,7 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     ids = token_ids(TOKENS)[0].tolist()
     assert shown["texts"][1] == Tokenizer().decode(ids[BLOCK : 2 * BLOCK])
     assert report.call is not None
-    assert [layer["rows"] for layer in data["layers"]] == list(report.call.rows)
+    assert [layer["rows"] for layer in data["layers"]] == list(report.call.num_tokens)
     assert [layer["drop"] and layer["drop"].split(":")[0] for layer in data["layers"]] == [None, "p=0.9", "p=0.7", None]
     assert {layer["attention"] for layer in data["layers"]} == {"full"}
     assert data["title"] == "LlamaForCausalLM: 4 layers, 300 tokens"
@@ -101,7 +105,7 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     assert data["dropped"] and [layer["dropped"] for layer in data["layers"]] == [False, True, True, False]
     before, after = (code for _, code in data["graphs"])
     assert "scaled_dot_product_attention" in before and "uniprefill.select" in after
-    assert f"{report.call.work:.0%}" in dict((name, value) for name, value in data["figures"]).values()
+    assert f"{report.call.compute_fraction:.0%}" in dict((name, value) for name, value in data["figures"]).values()
 
 
 def test_nothing_saved_has_no_sign() -> None:
@@ -144,7 +148,10 @@ def test_batches_have_a_map_each() -> None:
     data = contents(found, Tokenizer())
     first, second = data["maps"]
     start = found.call.cu_seqlens[1][1]
-    for shown, kept, row in ((first, found.call.kept[1][:start], 0), (second, found.call.kept[1][start:], 1)):
+    for shown, kept, row in (
+        (first, found.call.kept_indices[1][:start], 0),
+        (second, found.call.kept_indices[1][start:], 1),
+    ):
         inside = set(kept.tolist())
         blocks = [range(i, i + BLOCK) for i in range(0, 256, BLOCK)]
         assert shown["rows"][0] == shown["rows"][1] == [1.0] * 16
@@ -164,7 +171,7 @@ def test_a_padded_prompt_by_keyword() -> None:
     found = uniprefill_fx.explain(tiny_llama(3), call=call, drop_layers=[1], min_tokens=0, **options)
     assert found.call is not None and found.call.dropped and found.call.tokens == 196
     (shown,) = contents(found, Tokenizer())["maps"]
-    inside = set(found.call.kept[1].tolist())
+    inside = set(found.call.kept_indices[1].tolist())
     assert shown["rows"][2] == [
         round(sum(t in inside for t in range(i, i + BLOCK)) / BLOCK, 3) for i in range(0, 256, BLOCK)
     ]
@@ -215,7 +222,7 @@ def test_plot(report: Report, tmp_path: Path) -> None:
     (image,) = left.images
     assert [[round(x, 3) for x in row] for row in image.get_array().tolist()] == expected_map(report)
     assert report.call is not None
-    assert [patch.get_width() for patch in right.patches] == list(report.call.rows)
+    assert [patch.get_width() for patch in right.patches] == list(report.call.num_tokens)
     drawn.savefig(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,12 +157,23 @@ def test_other_prompts_of_an_eager_model_are_as_ever(prompt: Any) -> None:
     assert torch.equal(got[:, 300:], tokens[:, : got.shape[1] - 300])
 
 
-def test_no_package_named_kernels_is_importable_from_the_repository() -> None:
-    code = (
-        "import importlib.util as u, transformers.utils as t; print(u.find_spec('kernels'), t.is_kernels_available())"
+def test_the_folder_kernels_is_no_package_named_kernels() -> None:
+    """transformers looks a package of that name up. A folder without `__init__.py` has no loader and loses to a package
+    that is installed, so that transformers takes it for absent."""
+    code = "import importlib.util as u, transformers.utils as t; s = u.find_spec('kernels'); "
+    code += "print(s and s.origin, t.is_kernels_available())"
+    for place in (ROOT, ROOT / "tests", ROOT / "kernels"):
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=place)
+        assert done.stdout.split() == ["None", "False"]
+    assert importlib.util.find_spec("uniprefill_fx.kernels.block_scores.kernel") is not None
+
+
+def test_an_installed_package_named_kernels_wins_over_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    code = "import kernels; print(kernels.__file__)"
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT, env=environment
     )
-    for place in (ROOT, ROOT / "uniprefill_fx", ROOT / "tests"):
-        if place != ROOT / "uniprefill_fx":
-            done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=place)
-            assert done.stdout.split() == ["None", "False"]
-    assert importlib.util.find_spec("uniprefill_fx.kernels") is not None
+    assert done.stdout.strip() == str(tmp_path / "kernels" / "__init__.py")

@@ -29,7 +29,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert min(want.margins.values()) > 1e-3  # far from a tie: rounding moves no block
     out, done = model.prefill(ids, logits_to_keep=1)
     assert_dropped(done)
-    assert torch.equal(done.kept[0], want.kept[0])
+    assert torch.equal(done.kept_indices[0], want.kept[0])
     rounding = 8 * torch.finfo(dtype).eps * float(want.last_logits.abs().max())
     assert out.logits.dtype == dtype
     assert_near(out.logits, want.last_logits, rounding)
@@ -37,11 +37,11 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_positions_from_elsewhere_are_relative() -> None:
-    """Rotary positions 1000, 1001, ... of a whole prompt: masks and slots count from its own first token."""
+    """Rotary positions 1000, 1001, ... of a whole prompt: masks and positions count from its own first token."""
     model, ids = compiled(), token_ids(300)
     want = model.expected(ids)
     out, done = model.prefill(ids, position_ids=torch.arange(1000, 1300)[None], logits_to_keep=1)
-    assert torch.equal(done.kept[0], want.kept[0]) and done.tokens == 300
+    assert torch.equal(done.kept_indices[0], want.kept[0]) and done.tokens == 300
     assert_near(out.logits, want.last_logits)
     assert_differs(out.logits, model.dense(ids, logits_to_keep=1).logits)
 
@@ -59,7 +59,7 @@ def test_positions_with_holes() -> None:
     done = uniprefill_fx.last_call()
     assert done is not None
     assert_dropped(done)
-    assert torch.equal(done.kept[0], want.kept[0])
+    assert torch.equal(done.kept_indices[0], want.kept[0])
     assert_near(out.logits[:, -1], want.logits)
     assert_differs(want.logits, reference.run(ids, 300, LLAMA_SPEC).logits)
 
@@ -79,7 +79,7 @@ def test_ties_go_to_the_earlier_blocks(score_dtype: str) -> None:
     out, done = model.prefill(ids, logits_to_keep=1)
     # 16 queries see 305 to 320 keys: the last block has less. 10 of the other 19 hold half of the mass, and the last
     # 16 rows are forced.
-    assert done.kept[0].tolist() == [*range(160), *range(304, 320)]
+    assert done.kept_indices[0].tolist() == [*range(160), *range(304, 320)]
     assert_near(out.logits, EagerReference(model.stock, spec).prefill(ids).last_logits)
 
 
@@ -98,7 +98,7 @@ def test_scores_that_are_no_numbers_keep_everything_and_warn_once(amount: dict[s
     with uniprefill_fx.override(**amount), pytest.warns(UserWarning, match="scores-not-finite") as warned:
         for _ in range(2):
             out, done = model.prefill(**embedded, logits_to_keep=1)
-            assert not done.dropped and done.tokens == 300 and len(done.kept[0]) == 300
+            assert not done.dropped and done.tokens == 300 and len(done.kept_indices[0]) == 300
             assert done.reason is not None and (done.reason.category.value, done.reason.layer) == (
                 "scores-not-finite",
                 0,
@@ -117,7 +117,7 @@ def test_scores_that_are_no_numbers_spoil_their_own_prompt_only() -> None:
     out, done = model.prefill(**spoiled_batch(model), logits_to_keep=1)
     assert done.dropped and done.reason is not None and done.reason.category.value == "scores-not-finite"
     assert done.cu_seqlens[0] == (0, 300, 300 + len(want.kept[0]))
-    assert torch.equal(done.kept[0][300:], want.kept[0])
+    assert torch.equal(done.kept_indices[0][300:], want.kept[0])
     assert_near(out.logits[1:], want.last_logits)
     assert "scores-not-finite" in str(done)
 

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 
 import uniprefill_fx
 from uniprefill_fx import OptionError, override
-from uniprefill_fx.html_report import contents
-from uniprefill_fx.selection import as_compiled
+from uniprefill_fx.runtime.overrides import as_compiled
+from uniprefill_fx.tools.html_report import contents
 
 SPEC = DropSpec((1, 2), p=0.9, block_size=16, last_n=16, sink_tokens=16)
 
@@ -64,7 +64,7 @@ def test_equals_a_model_compiled_so(model: Any, options: dict[str, Any], spec: d
     assert_differs(got, before)
     assert list(call.changed) == list(options) and not plain.changed
     again, restored = run(model)
-    assert torch.equal(again, before) and restored.rows == plain.rows
+    assert torch.equal(again, before) and restored.num_tokens == plain.num_tokens
     assert counters["stats"]["unique_graphs"] == compiled
 
 
@@ -73,7 +73,7 @@ def test_inner_values_win(model: Any) -> None:
         with override(keep_ratio=0.25):
             assert run(model)[1].changed == {"block_size": 32, "keep_ratio": 0.25}
         with override(p=1.0):
-            assert run(model)[1].rows == (300,) * 4
+            assert run(model)[1].num_tokens == (300,) * 4
         assert run(model)[1].changed == {"p": 0.5, "block_size": 32}
 
 
@@ -90,12 +90,12 @@ def test_explain_shows_it() -> None:
 
 def test_threads_enter_their_own(model: Any) -> None:
     """A thread that is started inside does not see it, and what one enters reaches no other."""
-    plain = run(model)[1].rows
+    plain = run(model)[1].num_tokens
     with override(p=0.5), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(run, model).result()[1].rows == plain
-        assert run(model)[1].rows != plain
+        assert pool.submit(run, model).result()[1].num_tokens == plain
+        assert run(model)[1].num_tokens != plain
         with override(p=1.0):
-            assert run(model)[1].rows == (300,) * 4
+            assert run(model)[1].num_tokens == (300,) * 4
 
 
 def test_tasks_take_turns(model: Any) -> None:
@@ -104,9 +104,9 @@ def test_tasks_take_turns(model: Any) -> None:
     async def task(p: float) -> tuple[int, ...]:
         with override(p=p):
             await asyncio.sleep(0)
-            rows = run(model)[1].rows
+            rows = run(model)[1].num_tokens
             await asyncio.sleep(0)
-            assert run(model)[1].rows == rows
+            assert run(model)[1].num_tokens == rows
         return rows
 
     async def both() -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -39,10 +39,10 @@ def assert_dropped_as(call: LastCall, want: Expected, drops: Sequence[int] = SPE
     """The kept sets are those that the reference chose, and rows were dropped."""
     assert all(min(s.margin, s.gap) > TIE for s in want.selections.values()), "a tie: choose another prompt"
     assert call.dropped and call.reason is None, str(call)
-    assert call.kept.keys() == want.kept.keys() and list(call.rows) == want.rows
-    assert all(torch.equal(call.kept[layer], kept) for layer, kept in want.kept.items())
-    assert tuple(call.kept) == tuple(drops)
-    assert call.tokens is not None and all(call.tokens > len(kept) for kept in call.kept.values())
+    assert call.kept_indices.keys() == want.kept.keys() and list(call.num_tokens) == want.rows
+    assert all(torch.equal(call.kept_indices[layer], kept) for layer, kept in want.kept.items())
+    assert tuple(call.kept_indices) == tuple(drops)
+    assert call.tokens is not None and all(call.tokens > len(kept) for kept in call.kept_indices.values())
 
 
 CASES = [
@@ -122,9 +122,9 @@ def test_several_prompts_in_one_call(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
 def test_a_mask_kept_as_a_buffer_is_looked_at_again_when_it_changes() -> None:
     """Written over, or replaced: no triangle any more, so the prompt runs dense; and as before when it is one again."""
-    model, ids = build("triangle"), ids_for("triangle", 300)
+    model, ids = build("causalbuffer"), ids_for("causalbuffer", 300)
     model.compile(backend="uniprefill", options=options_of(SPEC))
-    want = reference(build("triangle"), ids, SPEC)
+    want = reference(build("causalbuffer"), ids, SPEC)
     triangle = model.layers[1].triangle
     for _ in range(2):
         got, call = run(model, ids)

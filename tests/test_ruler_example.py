@@ -30,8 +30,8 @@ def test_checkpoint_answers() -> None:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     uniprefill_fx.compile(model, inner_backend="eager", min_tokens=0, p=0.9, block_size=32)
     for task, length in zip(texts.TASKS, (1500, 1200, 1400), strict=True):
-        text, spans = texts.write(random.Random(length), task, length, exam=True)
-        start, end, _ = spans[-1]
+        text, token_bounds = texts.write(random.Random(length), task, length, exam=True)
+        start, end, _ = token_bounds[-1]
         ids = torch.tensor([tokenizer(text[:start]).input_ids])
         for dense in (True, False):
             with torch.inference_mode(), uniprefill_fx.disabled() if dense else contextlib.nullcontext():
@@ -39,7 +39,7 @@ def test_checkpoint_answers() -> None:
             assert tokenizer.decode(out[0, start:]) == text[start : end - 1] + tokenizer.eos_token
             call = uniprefill_fx.last_call()
             assert call is not None and call.tokens == start and call.dropped is not dense
-            assert dense or start > call.rows[4] > call.rows[7] > 256, call
+            assert dense or start > call.num_tokens[4] > call.num_tokens[7] > 256, call
 
 
 @pytest.mark.slow

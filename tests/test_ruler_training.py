@@ -29,17 +29,17 @@ ASKED = re.compile(r"\nWhat is the special magic (number|uuid) for (.+?) mention
 @pytest.mark.parametrize("task", texts.TASKS, ids=lambda task: task.name)
 @pytest.mark.parametrize("exam", [False, True])
 def test_texts(task: Any, exam: bool) -> None:
-    """Every answer is what the one line of its key says, spans lie on what they name, an exam asks once."""
+    """Every answer is what the one line of its key says, token_bounds lie on what they name, an exam asks once."""
     rng = random.Random(3)
     for length in [512] * 20 + [1500] * 20:
-        text, spans = texts.write(rng, task, length, exam, repeats=(0.0, 0.5))
-        assert len(text) <= length and spans
+        text, token_bounds = texts.write(rng, task, length, exam, repeats=(0.0, 0.5))
+        assert len(text) <= length and token_bounds
         facts = LINE.findall(text)
         assert len(dict(facts)) == len(set(facts)), "a key has two values"
         asked = [key for _, key in ASKED.findall(text)]
-        answers = [text[start:end] for start, end, kind in spans if kind == texts.ANSWER]
+        answers = [text[start:end] for start, end, kind in token_bounds if kind == texts.ANSWER]
         assert answers == [f" {dict(facts)[key]}{texts.STOP}" for key in asked]
-        for start, end, kind in spans:
+        for start, end, kind in token_bounds:
             assert kind == texts.ANSWER or text[start:end] in text[:start]
         if exam:
             assert len(asked) == 1 and len(facts) == len(set(facts)) and text.endswith(answers[0])

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import uniprefill_fx
-from uniprefill_fx.report import Report
-from uniprefill_fx.savings import Savings
+from uniprefill_fx.tools.explain import Explanation as Report
+from uniprefill_fx.tools.savings import Savings
 
 SHARP: dict[str, Any] = {"block_size": 16, "last_n": 16, "sink_tokens": 16}
 N, HIDDEN, MLP, HEADS, KV_HEADS, DIM, VOCABULARY = 300, 64, 128, 4, 2, 16, 256

@@ -20,7 +20,7 @@ import uniprefill_fx
 
 SPEC = DropSpec((0,), p=0.7, block_size=16, last_n=16, sink_tokens=16)
 SHOWN = frozenset(
-    "embedding linear scaled_dot_product_attention le attention score select compact restore bind_slots cat".split()
+    "embedding linear scaled_dot_product_attention le attention score select compact restore bind_positions cat".split()
 )
 
 
@@ -106,7 +106,7 @@ linear (1, N, 32)
 linear (1, N, 32)
 cat (1, 4, N, 16)
 cat (1, 2, N, 16)
-bind_slots (1, N)
+bind_positions (1, N)
 scaled_dot_product_attention (1, 4, N, 16)
 linear (1, N, 64)
 linear (1, N, 128)
@@ -117,7 +117,7 @@ linear (1, N, 32)
 linear (1, N, 32)
 cat (1, 4, N, 16)
 cat (1, 2, N, 16)
-bind_slots (1, N)
+bind_positions (1, N)
 scaled_dot_product_attention (1, 4, N, 16)
 linear (1, N, 64)
 linear (1, N, 128)
@@ -138,7 +138,7 @@ linear (1, N, 32)
 cat (1, 4, N, 16)
 cat (1, 2, N, 16)
 attention (1, 4, N, 16)
-score (((N//16)) + 1)
+score (1, ((N + 15)//16))
 select (1, K1) (1, 2)
 compact (1, K1)
 compact (1, 4, K1, 16)
@@ -173,7 +173,7 @@ linear (1, 1, 256)""",
         for name in ("embedding", "linear", "silu", "rsqrt", "matmul"):  # the network itself is the same
             self.assertEqual(before[name], after[name])
         self.assertEqual((after["score"], after["select"]), (1, 1))
-        # slots, attention output, residual stream, cos and sin
+        # positions, attention output, residual stream, cos and sin
         self.assertEqual(after["compact"], 5)
         self.assertNotIn("restore", after)  # the last rows are all that is looked at
 

@@ -126,13 +126,13 @@ def test_explain_says_what_was_found_and_done() -> None:
     model, ids = tiny_llama(), token_ids(300)
     report = uniprefill_fx.explain(model, ids, **OPTIONS)
     want = EagerReference(tiny_llama(), LLAMA).prefill(ids)
-    assert [drop.site.layer for drop in report.plan.drops] == [1] and len(report.plan.sites) == 3
+    assert [drop.attention.layer for drop in report.plan.drops] == [1] and len(report.plan.attention_nodes) == 3
     assert report.refusals == () and report.after is not None and report.before is not report.after
     assert report.call is uniprefill_fx.last_call() and report.call is not None
     assert_dropped(report.call)
-    assert torch.equal(report.call.kept[1], want.kept[1])
-    assert report.call.rows == (300, 300, len(want.kept[1]))
-    assert report.call.work == pytest.approx((600 + len(want.kept[1])) / 900)
+    assert torch.equal(report.call.kept_indices[1], want.kept[1])
+    assert report.call.num_tokens == (300, 300, len(want.kept[1]))
+    assert report.call.compute_fraction == pytest.approx((600 + len(want.kept[1])) / 900)
     text = str(report)
     assert f"kept {len(want.kept[1])}" in text and "p=0.7" in text and "300" in text and "full" in text
     shown = str(report.call)

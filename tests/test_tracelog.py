@@ -41,7 +41,7 @@ def test_log_lines(logs: tuple[str, Path]) -> None:
     text, _ = logs
     assert re.search(r"graph of 3 layers, prefill: drops after \[1\]; .*rewrite [\d.]+ s", text)
     assert "rewritten graph:" in text and "uniprefill.select" in text
-    assert "dropped: 300 tokens, work" in text
+    assert "dropped: 300 tokens, compute" in text
 
 
 def test_artifacts(logs: tuple[str, Path]) -> None:

@@ -11,28 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from uniprefill_fx.api import compile
-    from uniprefill_fx.bound import error_bound
-    from uniprefill_fx.calibration import Calibration, calibrate
     from uniprefill_fx.config import OptionError, PrefillConfig
     from uniprefill_fx.errors import CompactCacheError, StrictError
     from uniprefill_fx.frontends.mixers import register_mixer
-    from uniprefill_fx.record import LastCall, last_call
-    from uniprefill_fx.report import explain
-    from uniprefill_fx.runtime import disabled
-    from uniprefill_fx.selection import override
+    from uniprefill_fx.runtime.last_call import LastCall, last_call, watched
+    from uniprefill_fx.runtime.overrides import override
+    from uniprefill_fx.runtime.prefill import disabled
+    from uniprefill_fx.tools.calibrate import Calibration, calibrate
+    from uniprefill_fx.tools.error_bound import error_bound
+    from uniprefill_fx.tools.explain import explain
 
 _HOME = {
-    "calibrate": "calibration",
-    "Calibration": "calibration",
+    "calibrate": "tools.calibrate",
+    "Calibration": "tools.calibrate",
     "compile": "api",
-    "explain": "report",
-    "error_bound": "bound",
-    "disabled": "runtime",
-    "last_call": "record",
-    "override": "selection",
-    "LastCall": "record",
+    "explain": "tools.explain",
+    "error_bound": "tools.error_bound",
+    "disabled": "runtime.prefill",
+    "last_call": "runtime.last_call",
+    "override": "runtime.overrides",
+    "LastCall": "runtime.last_call",
     "register_mixer": "frontends.mixers",
     "PrefillConfig": "config",
+    "watched": "runtime.last_call",
     "OptionError": "config",
     "CompactCacheError": "errors",
     "StrictError": "errors",
@@ -52,6 +53,7 @@ __all__ = [
     "last_call",
     "override",
     "register_mixer",
+    "watched",
 ]
 
 

@@ -1,5 +1,5 @@
 """`python -m uniprefill_fx`: see `cli.py`."""
 
-from uniprefill_fx.cli import main
+from uniprefill_fx.tools.cli import main
 
 raise SystemExit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,16 +10,8 @@ import torch
 from torch import nn
 
 from uniprefill_fx.config import PrefillConfig, preset_for
-
-LOST_GENERATE = (
-    "uniprefill: torch.compile(model).generate(...) never calls the compiled forward, because generate is bound to the "
-    "model inside. Use model.compile(backend='uniprefill'), or uniprefill_fx.compile(model), and then model.generate()."
-)
-
-LOST_INSIDE = (
-    "uniprefill: generate() of a peft wrapper calls the model inside, which wrapper.compile() leaves as it is. Use "
-    "uniprefill_fx.compile(model), or compile model.get_base_model() as well."
-)
+from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
+from uniprefill_fx.torch_internals import compiled_module
 
 
 def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +42,10 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
     Raises:
         OptionError: an unknown option or a bad value.
     """
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    inner = compiled_module(model)
+    if inner is not None:
         warnings.warn(LOST_GENERATE, stacklevel=2)
-        compile(model._orig_mod, fullgraph=fullgraph, dynamic=dynamic, **options)
+        compile(inner, fullgraph=fullgraph, dynamic=dynamic, **options)
         return model
     chosen = options_for(model, options)
     if isinstance(model, nn.Module):
@@ -62,21 +54,3 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
             module.compile(backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
         return model
     return torch.compile(model, backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
-
-
-def warn_of_lost_generate() -> None:
-    """Warn when a `torch.compile(model)` call that is under way wraps a model which generates.
-
-    torch tells a backend nothing about the model, and `generate` of the wrapper never reaches the backend; this runs
-    when torch loads the backend, so it looks for the call on the stack.
-    """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not torch.compile.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    model = frame.f_locals.get("model") if frame is not None else None
-    if isinstance(model, nn.Module) and callable(getattr(model, "generate", None)):
-        warnings.warn(LOST_GENERATE, stacklevel=2)
-    owner = getattr(model, "__self__", None)  # `nn.Module.compile` hands a bound method over
-    inside: Any = getattr(owner, "get_base_model", None)
-    if isinstance(owner, nn.Module) and callable(inside) and inside()._compiled_call_impl is None:
-        warnings.warn(LOST_INSIDE, stacklevel=2)

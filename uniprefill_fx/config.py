@@ -62,16 +62,18 @@ def auto_drop_layers(full_attention_layers: Sequence[int], num_layers: int) -> t
     with full attention in every fourth (7, 11, …, 43). Layers outside [0, num_layers) raise ValueError. The result
     is empty only when no layer but the last one holds full attention.
     """
-    sites = sorted(set(full_attention_layers))
-    if sites and (sites[0] < 0 or sites[-1] >= num_layers):
-        raise ValueError(f"full-attention layers {sites}: wanted indices in [0, {num_layers})")
-    last_of_group = {layer // LAYERS_PER_DROP: layer for layer in sites}  # a later layer of a group replaces an earlier
+    attention_nodes = sorted(set(full_attention_layers))
+    if attention_nodes and (attention_nodes[0] < 0 or attention_nodes[-1] >= num_layers):
+        raise ValueError(f"full-attention layers {attention_nodes}: wanted indices in [0, {num_layers})")
+    last_of_group = {
+        layer // LAYERS_PER_DROP: layer for layer in attention_nodes
+    }  # a later layer of a group replaces an earlier
     chosen = tuple(
         layer
         for layer in last_of_group.values()
         if 6 * (layer + 1) >= num_layers and 12 * (num_layers - 1 - layer) >= num_layers
     )
-    worthwhile = [layer for layer in sites if layer < num_layers - 1]
+    worthwhile = [layer for layer in attention_nodes if layer < num_layers - 1]
     if chosen or not worthwhile:
         return chosen
     return (min(worthwhile, key=lambda layer: abs(2 * (layer + 1) - num_layers)),)
@@ -168,7 +170,7 @@ class PrefillConfig:
     are multiplied, with one scale a tile; softmax and sums are float32. Needs a GPU that multiplies such numbers."""
 
     strict: bool = False
-    """Raise where a site would otherwise stay dense with a recorded reason."""
+    """Raise where an attention op would otherwise stay dense with a recorded reason."""
 
     def __post_init__(self) -> None:
         for option in fields(self):

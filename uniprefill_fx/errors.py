@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Category(StrEnum):
-    """Stable names for the reasons why a site or a graph stays dense."""
+    """Stable names for the reasons why an attention op or a graph stays dense."""
 
     GRADIENTS = "gradients"
     GRAPH_BREAK = "graph-break"

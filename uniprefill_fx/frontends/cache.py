@@ -1,9 +1,10 @@
 """Cache layers for transformers' `DynamicCache` that know which tokens they hold.
 
 transformers sizes one mask from one layer and lays it out by original token index. After tokens are dropped the layers
-hold different subsets of the tokens, so each of these layers stores `slots`, the original index of each of its rows,
+hold different subsets of the tokens, so each of these layers stores `positions`, the original index of each of its
+rows,
 and hands model code a view of all tokens seen (`uniprefill::logical_view`), which fits the mask. The passes replace the
-attention that reads such a view by one that reads the rows and their slots; code that does not (an eager model,
+attention that reads such a view by one that reads the rows and their positions; code that does not (an eager model,
 another backend) gets the view itself: right when nothing was dropped, an error otherwise.
 """
 
@@ -25,16 +26,18 @@ from transformers.cache_utils import (
 from uniprefill_fx.ops.cache import NEVER
 
 
-class SlottedLayer(DynamicLayer):
+class CompactLayer(DynamicLayer):
     """A full-attention cache layer whose rows are a subset of the tokens seen.
 
     Attributes:
         keys, values: (batch, kv_heads, rows, head_dim).
-        slots: (batch, rows) int64, ascending: the original index of each row, as a column of the prompts as they were
+        positions: (batch, rows) int64, ascending: the original index of each row, as a column of the prompts as they
+        were
             given, left padding included. -1 marks padding: requests of a batch may keep different numbers of rows.
         timeline: (tokens seen, 0), a tensor without elements. Its length is the number of tokens seen; a size, unlike
             an int attribute, can be symbolic from the first trace.
-        shared: whether later layers read the keys of this one. departed: (batch, tokens seen) int64, only then: the
+        shared: whether later layers read the keys of this one. dropped_after: (batch, tokens seen) int64, only then:
+        the
             decoder layer behind which each token was dropped, see `ops.cache`.
     """
 
@@ -43,9 +46,9 @@ class SlottedLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots: Tensor | None = None
+        self.positions: Tensor | None = None
         self.timeline: Tensor | None = None
-        self.departed: Tensor | None = None
+        self.dropped_after: Tensor | None = None
 
     def _window_rows(self) -> int | None:
         """How many of the latest rows stay after an update; None: all."""
@@ -56,42 +59,42 @@ class SlottedLayer(DynamicLayer):
         before, new = self.get_seq_length(), key_states.shape[-2]
         # Contiguous, as rows are after every later `cat`: strides are guarded, and decode should be traced once.
         keys, values = key_states.contiguous(), value_states.contiguous()
-        slots = torch.arange(before, before + new, device=key_states.device).repeat(key_states.shape[0], 1)
+        positions = torch.arange(before, before + new, device=key_states.device).repeat(key_states.shape[0], 1)
         if self.shared:
-            self._note_departures(slots)
-        if self.keys is not None and self.values is not None and self.slots is not None:
+            self._note_dropped_after(positions)
+        if self.keys is not None and self.values is not None and self.positions is not None:
             keys = torch.cat([self.keys, keys], dim=-2)
             values = torch.cat([self.values, values], dim=-2)
-            slots = torch.cat([self.slots, slots], dim=-1)
+            positions = torch.cat([self.positions, positions], dim=-1)
         else:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.is_initialized = True
-            slots = torch.ops.uniprefill.bind_slots(slots, keys, values)
+            positions = torch.ops.uniprefill.bind_positions(positions, keys, values)
         self.timeline = torch.empty(before + new, 0, device=key_states.device)
         rows = self._window_rows()
-        self.keys, self.values, self.slots = keys, values, slots
+        self.keys, self.values, self.positions = keys, values, positions
         if rows is not None:
             self._keep_last(rows)
         if before == 0:
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
         view = torch.ops.uniprefill.logical_view
-        seen = (slots, before + new, expected, self.departed)
+        seen = (positions, before + new, expected, self.dropped_after)
         return view(keys, *seen), view(values, *seen)
 
-    def _note_departures(self, slots: Tensor) -> None:
-        if self.departed is None:
-            self.departed = torch.ops.uniprefill.departures(slots)
+    def _note_dropped_after(self, positions: Tensor) -> None:
+        if self.dropped_after is None:
+            self.dropped_after = torch.ops.uniprefill.dropped_after_layer(positions)
         else:
-            self.departed = torch.cat([self.departed, torch.full_like(slots, NEVER)], dim=-1)
+            self.dropped_after = torch.cat([self.dropped_after, torch.full_like(positions, NEVER)], dim=-1)
 
     def _keep_last(self, rows: int) -> None:
-        assert self.keys is not None and self.values is not None and self.slots is not None
+        assert self.keys is not None and self.values is not None and self.positions is not None
         # Copies, not views: a view would keep all rows alive, and its strides would fix the prompt length in a trace.
         own = torch.contiguous_format
         self.keys = self.keys[:, :, -rows:].clone(memory_format=own)
         self.values = self.values[:, :, -rows:].clone(memory_format=own)
-        self.slots = self.slots[:, -rows:].clone(memory_format=own)
+        self.positions = self.positions[:, -rows:].clone(memory_format=own)
 
     def get_seq_length(self) -> int:
         """Tokens seen, dropped ones included."""
@@ -108,70 +111,72 @@ class SlottedLayer(DynamicLayer):
         if not self.is_initialized or keep >= seen:
             return
         assert self.keys is not None and self.values is not None
-        assert self.slots is not None and self.timeline is not None
-        own = (self.slots < keep).sum(-1, keepdim=True)  # padding comes first
+        assert self.positions is not None and self.timeline is not None
+        own = (self.positions < keep).sum(-1, keepdim=True)  # padding comes first
         rows = int(own.max())
         if rows == int(own.min()):
             self.keys, self.values = self.keys[:, :, :rows], self.values[:, :, :rows]
-            self.slots = self.slots[:, :rows]
+            self.positions = self.positions[:, :rows]
         else:  # inside a prompt, requests hold different numbers of rows before the cut: padding takes up the slack
             source = torch.arange(rows, device=own.device) + (own - rows)
             padding, source = source < 0, source.clamp(min=0)
-            self.slots = self.slots.gather(1, source).masked_fill(padding, -1)
+            self.positions = self.positions.gather(1, source).masked_fill(padding, -1)
             request = torch.arange(source.shape[0], device=own.device)[:, None]
             self.keys = self.keys.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
             self.values = self.values.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
         self.timeline = self.timeline[:keep]
-        if self.departed is not None:
-            self.departed = self.departed[:, :keep]
+        if self.dropped_after is not None:
+            self.dropped_after = self.dropped_after[:, :keep]
 
     def _per_request(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.slots is not None:
-            self.slots = change(self.slots)
-        if self.departed is not None:
-            self.departed = change(self.departed)
-        if self.slots is not None and len(self.slots) == 1:  # decode takes all rows of a single request for tokens
+        if self.positions is not None:
+            self.positions = change(self.positions)
+        if self.dropped_after is not None:
+            self.dropped_after = change(self.dropped_after)
+        if (
+            self.positions is not None and len(self.positions) == 1
+        ):  # decode takes all rows of a single request for tokens
             assert self.keys is not None and self.values is not None
-            padding = int((self.slots < 0).sum())
+            padding = int((self.positions < 0).sum())
             self.keys, self.values = (x[:, :, padding:].contiguous() for x in (self.keys, self.values))
-            self.slots = self.slots[:, padding:].contiguous()
+            self.positions = self.positions[:, padding:].contiguous()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._per_request(lambda slots: slots.repeat_interleave(repeats, dim=0))
+        self._per_request(lambda positions: positions.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._per_request(lambda slots: slots[indices])
+        self._per_request(lambda positions: positions[indices])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._per_request(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
+        self._per_request(lambda positions: positions.index_select(0, beam_idx.to(positions.device)))
 
     def offload(self) -> None:
         super().offload()
-        if self.slots is not None:
-            self.slots = self.slots.to("cpu", non_blocking=True)
-        if self.departed is not None:
-            self.departed = self.departed.to("cpu", non_blocking=True)
+        if self.positions is not None:
+            self.positions = self.positions.to("cpu", non_blocking=True)
+        if self.dropped_after is not None:
+            self.dropped_after = self.dropped_after.to("cpu", non_blocking=True)
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.slots is not None:
-            self.slots = self.slots.to(self.device, non_blocking=True)
-        if self.departed is not None:
-            self.departed = self.departed.to(self.device, non_blocking=True)
+        if self.positions is not None:
+            self.positions = self.positions.to(self.device, non_blocking=True)
+        if self.dropped_after is not None:
+            self.dropped_after = self.dropped_after.to(self.device, non_blocking=True)
 
     def reset(self) -> None:
         """Forget everything (the buffers grow again; there is nothing static to keep)."""
-        self.keys = self.values = self.slots = self.timeline = self.departed = None
+        self.keys = self.values = self.positions = self.timeline = self.dropped_after = None
         self.is_initialized = False
 
 
-class SlottedSlidingLayer(SlottedLayer):
-    """The same for a sliding window W: it keeps the last W - 1 rows; the window itself is applied by slot.
+class CompactSlidingLayer(CompactLayer):
+    """The same for a sliding window W: it keeps the last W - 1 rows; the window itself is applied by position.
 
-    W - 1 rows by index hold every row inside the window by slot, as slots ascend.
+    W - 1 rows by index hold every row inside the window by position, as positions ascend.
     """
 
     is_sliding = True
@@ -199,42 +204,42 @@ class SlottedSlidingLayer(SlottedLayer):
             self._keep_last(self.sliding_window - 1)
 
 
-class SlottedHybridLayer(SlottedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[override, misc]
+class CompactHybridLayer(CompactLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[override, misc]
     """The same for layers that hold keys and values beside the states of an SSM or linear attention."""
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
-        self.slots = self.timeline = self.departed = None
+        self.positions = self.timeline = self.dropped_after = None
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
-        SlottedLayer.reset(self)
+        CompactLayer.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)
-        SlottedLayer.crop(self, tokens_to_remove)
+        CompactLayer.crop(self, tokens_to_remove)
 
 
 ADOPTED: set[type] = {DynamicCache}  # and those of its subclasses that keep keys and values as it does
 
 
 def adopt(cache: Any, shares: bool) -> None:
-    """Give a still empty `DynamicCache` slotted layers; leave every other cache alone. Traced by Dynamo.
+    """Give a still empty `DynamicCache` positioned layers; leave every other cache alone. Traced by Dynamo.
 
     `shares`: the model's later layers read the keys of the last layer of each kind in the cache.
     """
     if type(cache) not in ADOPTED or cache.offloading:
         return
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = SlottedLayer
+        cache.layer_class_to_replicate = CompactLayer
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and not layer.is_initialized:
-            cache.layers[index] = SlottedLayer()
+            cache.layers[index] = CompactLayer()
         elif type(layer) is LinearAttentionAndFullAttentionLayer and not layer.is_initialized:
-            cache.layers[index] = SlottedHybridLayer(layer.number_of_states)
+            cache.layers[index] = CompactHybridLayer(layer.number_of_states)
         elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized:
-            cache.layers[index] = SlottedSlidingLayer(layer.sliding_window, layer.record_past)
-    for kind in (SlottedLayer, SlottedSlidingLayer):
+            cache.layers[index] = CompactSlidingLayer(layer.sliding_window, layer.record_past)
+    for kind in (CompactLayer, CompactSlidingLayer):
         of_kind = [layer for layer in cache.layers if type(layer) is kind]
         if shares and of_kind and not of_kind[-1].is_initialized:
             of_kind[-1].shared = True

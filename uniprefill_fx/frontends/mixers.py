@@ -181,7 +181,7 @@ def _is_layout(promised: Any) -> bool:
     return len(promised) > 0
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _refuse_layout(name: str) -> None:
     """Raises while Dynamo traces, as only a function that runs then can: what traced code raises, Dynamo swallows."""
     raise TypeError(
@@ -190,7 +190,7 @@ def _refuse_layout(name: str) -> None:
     )
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _structure(name: str, values: tuple[Any, ...], places: tuple[Any, ...], names: tuple[str, ...]) -> str:
     """The JSON of a call, see `ops.mixer.unpack`."""
     entries = [_encoded(name, v) if at is None else {at[0]: at[1]} for v, at in zip(values, places, strict=True)]

@@ -1,4 +1,4 @@
-"""transformers: caches that know their tokens.
+"""transformers: caches that know their tokens, and masks that say what they are.
 
 This works by `torch.compiler.substitute_in_graph`: Dynamo traces the substitute, eager code never sees it, and the
 substitute calls a copy of the original function unless the trace is for this backend.
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from uniprefill_fx.frontends.cache import adopt
+from uniprefill_fx.frontends.cache import ADOPTED, adopt
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
 
 # Every decoder asks one of these for its masks before it writes to its cache.
 MASK_FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
-_adopting: set[str] = set()
+_taught: set[str] = set()
 
 
 def install() -> bool:
@@ -28,21 +28,49 @@ def install() -> bool:
     Process-wide, and inert for other backends and eager code. Modeling files are imported one by one, so this is
     called before each compilation.
     """
-    new = [name for name in MASK_FUNCTIONS if name not in _adopting]
+    new = [name for name in MASK_FUNCTIONS if name not in _taught]
     for name in new:
-        _adopt_caches_in(getattr(masking_utils, name))
-        _adopting.add(name)
+        _teach(name, getattr(masking_utils, name))
+        _taught.add(name)
     return bool(new)
 
 
-def _adopt_caches_in(function: Any) -> None:
+def _teach(name: str, function: Any) -> None:
     original = copy_function(function)
     names = list(inspect.signature(function).parameters)
 
     @torch.compiler.substitute_in_graph(function, skip_signature_check=True)
     def substitute(*args: Any, **kwargs: Any) -> Any:
-        if compiling_for_uniprefill():
-            given = dict(zip(names, args, strict=False)) | kwargs
-            shared = getattr(given.get("config"), "num_kv_shared_layers", None)
-            adopt(given.get("past_key_values"), bool(shared))
-        return original(*args, **kwargs)
+        if not compiling_for_uniprefill():
+            return original(*args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        shared = getattr(given.get("config"), "num_kv_shared_layers", None)
+        adopt(given.get("past_key_values"), bool(shared))
+        return _annotated(original(*args, **kwargs), given, name)
+
+
+# Further arguments that change what a mask lets through.
+CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+
+
+def _annotated(mask: Any, given: dict[str, Any], maker: str) -> Any:
+    """A mask of `maker`, with what it is written around it where the arguments leave no doubt. Traced by Dynamo.
+
+    Others are read like the mask of any model: chunks, whose beginning depends on the padding, prompts that may be
+    packed in a row, masks that the user or the model brings.
+    """
+    config, padding, cache = given["config"], given.get("attention_mask"), given.get("past_key_values")
+    if maker == "create_chunked_causal_mask" or not isinstance(mask, torch.Tensor):
+        return mask
+    if any(given.get(argument) is not None for argument in CHANGES) or not getattr(config, "is_causal", True):
+        return mask
+    if config._attn_implementation not in ("sdpa", "eager") or (cache is not None and type(cache) not in ADOPTED):
+        return mask
+    if padding is None:
+        packed = cache is None and given.get("position_ids") is not None
+        if packed:
+            return mask
+    elif padding.ndim != 2:
+        return mask
+    window = config.sliding_window if maker == "create_sliding_window_causal_mask" else None
+    return torch.ops.uniprefill.known_mask(mask, padding, cache is not None, window)

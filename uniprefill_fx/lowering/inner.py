@@ -10,6 +10,9 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.lowering.cache_tag import tagged
+from uniprefill_fx.lowering.compiler_internals import backend_of
+from uniprefill_fx.lowering.metadata import complete_values
 from uniprefill_fx.option_checks import BACKEND_NAME
 
 InnerBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -23,16 +26,22 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     """
     chosen: Any = config.inner_backend
     if isinstance(chosen, str):
-        try:
-            chosen = torch._dynamo.lookup_backend(chosen)
-        except torch._dynamo.exc.InvalidBackend:
-            names = ", ".join(name for name in torch._dynamo.list_backends() if name != BACKEND_NAME)
+        chosen = backend_of(chosen)
+        if chosen is None:
+            names = ", ".join(name for name in torch.compiler.list_backends() if name != BACKEND_NAME)
             raise OptionError(
                 "inner_backend", config.inner_backend, f"{names}, or a callable", "Register the backend first."
-            ) from None
+            )
     compiler: InnerBackend = chosen
-    if config.inner_options is None:
-        return compiler
-    # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
-    keyword = "config_patches" if config.inner_backend == "inductor" else "options"
-    return functools.partial(compiler, **{keyword: dict(config.inner_options)})
+    if config.inner_options is not None:
+        # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
+        keyword = "config_patches" if config.inner_backend == "inductor" else "options"
+        compiler = functools.partial(compiler, **{keyword: dict(config.inner_options)})
+    return compiler
+
+
+def compile_whole(inner: InnerBackend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph of Dynamo that our passes have changed in place, while Dynamo waits for it."""
+    complete_values(gm)
+    with tagged():
+        return inner(gm, example_inputs)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import uniprefill_fx.ops.attention
 import uniprefill_fx.ops.cache
+import uniprefill_fx.ops.gather
+import uniprefill_fx.ops.known_mask
 import uniprefill_fx.ops.mixer
-import uniprefill_fx.ops.rows
-import uniprefill_fx.ops.scoring
-import uniprefill_fx.ops.selection  # noqa: F401
+import uniprefill_fx.ops.score
+import uniprefill_fx.ops.select  # noqa: F401

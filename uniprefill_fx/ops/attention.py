@@ -3,220 +3,189 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from uniprefill_fx.ops.scoring import bias_of_request, with_terms
+from uniprefill_fx.ops.logits import with_terms
+from uniprefill_fx.specs import AttentionSpec
 
 # cuDNN plans anew for every number of keys, which in decode is every step of every length that layers hold.
 STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 QUERY_ROWS = 256  # rows of queries that get an explicit mask at a time: bounds the mask to QUERY_ROWS x visible keys
 
 
-class Terms(NamedTuple):
-    """What shapes the logits of one attention; see `attention`."""
-
-    key_mask: Tensor | None
-    scale: float | None
-    window: int | None
-    chunk: int | None
-    softcap: float | None
-    sinks: Tensor | None
-    bias: Tensor | None
-    segments: Tensor | None
-    chunk_start: Tensor | None
-
-    @property
-    def masked(self) -> bool:
-        """Whether a query does not see all tokens before it."""
-        return any(term is not None for term in (self.window, self.chunk, self.key_mask, self.segments))
-
-    @property
-    def plain(self) -> bool:
-        """Whether the logits are those that SDPA computes."""
-        return self.softcap is None and self.sinks is None and self.bias is None
-
-    def of_request(self, request: int, heads: int) -> Terms:
-        """The terms of one request of a batch."""
-
-        def own(term: Tensor | None) -> Tensor | None:
-            return term if term is None or term.shape[0] == 1 else term[request : request + 1]
-
-        bias = None if self.bias is None else bias_of_request(self.bias, heads, request)
-        return self._replace(
-            key_mask=own(self.key_mask), segments=own(self.segments), chunk_start=own(self.chunk_start), bias=bias
-        )
-
-
 def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_slots: Tensor | None,
-    k_slots: Tensor | None,
-    spans: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    segments: Tensor | None = None,
-    chunk_start: Tensor | None = None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    token_bounds: Tensor | None,
+    spec: AttentionSpec,
 ) -> Tensor:
-    """Causal attention in which a row's place is its slot (its original index), not its index in the tensor.
-
-    Query slot a sees key slot b when b <= a, and a - b < window, and both lie in one chunk (counted from chunk_start),
-    and key_mask[b], and segments[a] == segments[b].
+    """Causal attention in which a row's place is its position (its original index), not its index in the tensor.
 
     Args:
         q: (batch, heads, queries, head_dim); k: (batch, kv_heads, keys, head_dim); v: (batch, kv_heads, keys, v_dim).
-        q_slots, k_slots: (1 or batch, queries), (1 or batch, keys) int64, ascending; -1 marks a key that is padding.
-            Absent: keys are 0, 1, ..., and the queries are the last of them.
-        spans: (batch, 2) int64 on the CPU, of a prompt (queries and keys are the same tokens): the columns that are no
-            padding. Others are not seen, and their output is 0. Absent: there is no padding but that of the slots.
-        key_mask: (1 or batch, slots) bool, False where a token is padding; absent: none is.
-        scale: factor on the logits; absent: head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap), before bias and mask.
-        sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
-        bias: (..., heads, 1, slots), added to the logits by head and key slot (alibi).
-        segments: (1 or batch, slots), equal for the tokens of one prompt where several are packed in a row.
-        chunk_start: (1 or batch,) int64, the slot at which the chunks of a request begin; absent: 0.
+        q_positions, k_positions: (1 or batch, queries), (1 or batch, keys) int64, ascending; -1 marks a key that is
+            padding. Absent: keys are 0, 1, ..., and the queries are the last of them.
+        token_bounds: (batch, 2) int64 on the CPU, of a prompt (queries and keys are the same tokens): the columns that
+            are no padding. Others are not seen, and their output is 0. Absent: there is no padding but that of the
+            positions.
+        spec: which keys a query sees, and the terms of its logits.
 
     Returns:
         (batch, heads, queries, v_dim), laid out as (batch, queries, heads, v_dim).
     """
-    terms = Terms(key_mask, scale, window, chunk, softcap, sinks, bias, segments, chunk_start)
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
-    bounds = [] if spans is None else [tuple(span) for span in spans.tolist()]
-    if bounds and k_slots is None and any(term is not None for term in (chunk, key_mask, bias, segments)):
-        q_slots = k_slots = torch.arange(keys, device=k.device)[None]  # by column: a request may begin behind padding
-    own_slots = batch > 1 and k_slots is not None and k_slots.shape[0] > 1
-    if bounds and not terms.masked and bias is None and bounds == [(0, keys)] * batch:
-        out = _attend(q, k, v, None, None, terms)  # order is all that counts, and is the same for all requests
-    elif spans is None and own_slots and queries == 1 and bias is None and segments is None:
-        out = _step(q, k, v, q_slots, k_slots, terms)
-    elif (bounds and bounds != [(0, keys)]) or own_slots:
+    bounds = [] if token_bounds is None else [tuple(span) for span in token_bounds.tolist()]
+    by_position = (spec.chunk, spec.key_mask, spec.bias, spec.sequence_ids)
+    if bounds and k_positions is None and any(term is not None for term in by_position):
+        # by column: a request may begin behind padding
+        q_positions = k_positions = torch.arange(keys, device=k.device)[None]
+    own_positions = batch > 1 and k_positions is not None and k_positions.shape[0] > 1
+    if bounds and not spec.masked and spec.bias is None and bounds == [(0, keys)] * batch:
+        out = _attend(q, k, v, None, None, spec)  # order is all that counts, and is the same for all requests
+    elif token_bounds is None and own_positions and queries == 1 and spec.bias is None and spec.sequence_ids is None:
+        out = _step(q, k, v, q_positions, k_positions, spec)
+    elif (bounds and bounds != [(0, keys)]) or own_positions:
         out = q.new_zeros(batch, queries, q.shape[1], v.shape[3]).transpose(1, 2)
         for r, (start, end) in enumerate(bounds or [(0, keys)] * batch):
             if end == start:
                 continue
             rows, columns = slice(start, end) if bounds else slice(None), slice(start, end)
             operands = (q[r : r + 1, :, rows], k[r : r + 1, :, columns], v[r : r + 1, :, columns])
-            places = (_of_request(q_slots, r, rows), _of_request(k_slots, r, columns))
-            out[r, :, rows] = _attend(*operands, *places, terms.of_request(r, q.shape[1]), padded=not bounds)[0]
+            places = (_of_request(q_positions, r, rows), _of_request(k_positions, r, columns))
+            out[r, :, rows] = _attend(*operands, *places, spec.of_request(r, q.shape[1]), padded=not bounds)[0]
     else:
-        places = (_of_request(q_slots, 0, slice(None)), _of_request(k_slots, 0, slice(None)))
-        out = _attend(q, k, v, *places, terms)
+        places = (_of_request(q_positions, 0, slice(None)), _of_request(k_positions, 0, slice(None)))
+        out = _attend(q, k, v, *places, spec)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-attention = torch.library.custom_op("uniprefill::attention", attention_reference, mutates_args=())
+OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? q_positions, Tensor? k_positions, Tensor? token_bounds"
+
+
+@torch.library.custom_op(
+    "uniprefill::attention", mutates_args=(), schema=f"({OPERANDS}, {AttentionSpec.SCHEMA}) -> Tensor"
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """`attention_reference` as an op: the three operands of places, then the fields of an `AttentionSpec`."""
+    return attention_reference(q, k, v, rest[0], rest[1], rest[2], AttentionSpec(*rest[3:]))
 
 
 @attention.register_fake
-def _(q, k, v, q_slots, k_slots, spans, key_mask, scale, window, chunk, *terms):  # type: ignore[no-untyped-def]
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
-def _of_request(slots: Tensor | None, request: int, columns: slice) -> Tensor | None:
-    return None if slots is None else slots[request if slots.shape[0] > 1 else 0, columns]
+def _of_request(positions: Tensor | None, request: int, columns: slice) -> Tensor | None:
+    return None if positions is None else positions[request if positions.shape[0] > 1 else 0, columns]
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, terms: Terms) -> Tensor:
-    """One query a request, over keys whose slots differ by request."""
-    assert q_slots is not None and k_slots is not None
-    start = None if terms.chunk_start is None else terms.chunk_start[:, None]
-    seen = (k_slots >= 0) & _related(q_slots, k_slots, terms, start)
-    if terms.key_mask is not None:
-        seen &= terms.key_mask.expand(q.shape[0], -1).gather(1, k_slots.clamp(min=0))
-    return _masked(q, k, v, seen[:, None, None], None, terms)
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """One query a request, over keys whose positions differ by request."""
+    assert q_positions is not None and k_positions is not None
+    start = None if spec.chunk_start is None else spec.chunk_start[:, None]
+    seen = (k_positions >= 0) & _related(q_positions, k_positions, spec, start)
+    if spec.key_mask is not None:
+        seen &= spec.key_mask.expand(q.shape[0], -1).gather(1, k_positions.clamp(min=0))
+    return _masked(q, k, v, seen[:, None, None], None, spec)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, terms: Terms, padded: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    spec: AttentionSpec,
+    padded: bool = False,
 ) -> Tensor:
-    """`attention` of requests that share their slots: (queries,) and (keys,) int64.
+    """`attention` of requests that share their positions: (queries,) and (keys,) int64.
 
-    No mask larger than `QUERY_ROWS` x keys is formed. `padded`: some slots of keys may be -1.
+    No mask larger than `QUERY_ROWS` x keys is formed. `padded`: some positions of keys may be -1.
     """
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    if terms.plain and not terms.masked and not padded and queries in (1, keys):
+    if spec.plain and not spec.masked and not padded and queries in (1, keys):
         # The fast path: SDPA picks its best kernel when there is no mask. Slots ascend, so order is enough.
         with sdpa_kernel(STEP_BACKENDS) if queries == 1 and q.is_cuda else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=terms.scale, enable_gqa=grouped)
-    if k_slots is None or q_slots is None:
-        k_slots = torch.arange(keys, device=k.device)
-        q_slots = k_slots[keys - queries :]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=spec.scale, enable_gqa=grouped)
+    if k_positions is None or q_positions is None:
+        k_positions = torch.arange(keys, device=k.device)
+        q_positions = k_positions[keys - queries :]
     parts = []
-    start = None if terms.chunk_start is None else terms.chunk_start[:, None, None]
-    for first, last, low, high in _visible(q_slots, k_slots, terms):
-        a, b = q_slots[first:last], k_slots[low:high]
-        seen = _related(a[:, None], b, terms, start)
+    start = None if spec.chunk_start is None else spec.chunk_start[:, None, None]
+    for first, last, low, high in _visible(q_positions, k_positions, spec):
+        a, b = q_positions[first:last], k_positions[low:high]
+        seen = _related(a[:, None], b, spec, start)
         mask = seen.reshape(-1, 1, *seen.shape[-2:])
         if padded:
             mask = mask & (b >= 0)
-        if terms.key_mask is not None:
-            mask = mask & terms.key_mask[:, b][:, None, None]
-        if terms.segments is not None:
-            segments = terms.segments
-            mask = mask & (segments[:, a][:, None, :, None] == segments[:, b][:, None, None])
-        parts.append(_masked(q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], mask, b, terms))
+        if spec.key_mask is not None:
+            mask = mask & spec.key_mask[:, b][:, None, None]
+        if spec.sequence_ids is not None:
+            sequence_ids = spec.sequence_ids
+            mask = mask & (sequence_ids[:, a][:, None, :, None] == sequence_ids[:, b][:, None, None])
+        parts.append(_masked(q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], mask, b, spec))
     return torch.cat(parts, dim=2)
 
 
-def _related(q_slots: Tensor, k_slots: Tensor, terms: Terms, chunk_start: Tensor | None) -> Tensor:
+def _related(q_positions: Tensor, k_positions: Tensor, spec: AttentionSpec, chunk_start: Tensor | None) -> Tensor:
     """Whether each query may see each key, by their places alone; the arguments broadcast."""
-    seen = k_slots <= q_slots
-    if terms.window is not None:
-        seen = seen & (q_slots - k_slots < terms.window)
-    if terms.chunk is not None:
+    seen = k_positions <= q_positions
+    if spec.window is not None:
+        seen = seen & (q_positions - k_positions < spec.window)
+    if spec.chunk is not None:
         start = 0 if chunk_start is None else chunk_start
-        seen = seen & ((q_slots - start) // terms.chunk == (k_slots - start) // terms.chunk)
+        seen = seen & ((q_positions - start) // spec.chunk == (k_positions - start) // spec.chunk)
     return seen
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor | None, terms: Terms) -> Tensor:
-    if not terms.plain:
-        return _spelled_out(q, k, v, mask, k_slots, terms)
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_positions: Tensor | None, spec: AttentionSpec) -> Tensor:
+    if not spec.plain:
+        return _spelled_out(q, k, v, mask, k_positions, spec)
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=terms.scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=grouped)
 
 
-def _spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_slots: Tensor | None, terms: Terms) -> Tensor:
+def _spelled_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_positions: Tensor | None, spec: AttentionSpec
+) -> Tensor:
     """Attention with terms that SDPA has no argument for; softmax in float32."""
     groups = q.shape[1] // k.shape[1]
-    scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     scores = (q @ k.repeat_interleave(groups, 1).transpose(2, 3)).float() * scale
     # Not minus infinity: a padding row sees nothing, and NaN there would reach other rows through its values.
     lowest = torch.finfo(scores.dtype).min
-    scores = with_terms(scores, terms.softcap, terms.bias, k_slots).masked_fill(~mask, lowest)
-    if terms.sinks is not None:
-        sinks = terms.sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    scores = with_terms(scores, spec.softcap, spec.bias, k_positions).masked_fill(~mask, lowest)
+    if spec.sinks is not None:
+        sinks = spec.sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return weights.to(v.dtype) @ v.repeat_interleave(groups, 1)
 
 
-def _visible(q_slots: Tensor, k_slots: Tensor, terms: Terms) -> list[tuple[int, int, int, int]]:
+def _visible(q_positions: Tensor, k_positions: Tensor, spec: AttentionSpec) -> list[tuple[int, int, int, int]]:
     """For each run of query rows, the key rows that any of them sees: [(first, last, low, high)]."""
-    queries = q_slots.shape[0]
-    starts = torch.arange(0, queries, QUERY_ROWS, device=q_slots.device)
+    queries = q_positions.shape[0]
+    starts = torch.arange(0, queries, QUERY_ROWS, device=q_positions.device)
     ends = (starts + QUERY_ROWS).clamp(max=queries)
     oldest = torch.zeros_like(starts)
-    if terms.window is not None:
-        oldest = torch.maximum(oldest, q_slots[starts] - (terms.window - 1))
-    if terms.chunk is not None:
-        begins = q_slots.new_zeros(1) if terms.chunk_start is None else terms.chunk_start
-        chunks = (q_slots[starts, None] - begins) // terms.chunk * terms.chunk + begins  # (runs, 1 or batch)
+    if spec.window is not None:
+        oldest = torch.maximum(oldest, q_positions[starts] - (spec.window - 1))
+    if spec.chunk is not None:
+        begins = q_positions.new_zeros(1) if spec.chunk_start is None else spec.chunk_start
+        chunks = (q_positions[starts, None] - begins) // spec.chunk * spec.chunk + begins  # (runs, 1 or batch)
         oldest = torch.maximum(oldest, chunks.amin(1))
-    low = torch.searchsorted(k_slots, oldest)
-    high = torch.searchsorted(k_slots, q_slots[ends - 1], right=True)
+    low = torch.searchsorted(k_positions, oldest)
+    high = torch.searchsorted(k_positions, q_positions[ends - 1], right=True)
     return [tuple(row) for row in torch.stack((starts, ends, low, high), 1).tolist()]

@@ -1,10 +1,11 @@
 """What the cache layers of `frontends.cache` put into a graph: which tokens a layer holds, and a view of all of them.
 
-A compact layer holds fewer rows than tokens were seen. `slots` are the original indices of its rows. Model code and its
+A compact layer holds fewer rows than tokens were seen. `positions` are the original indices of its rows. Model code
+and its
 masks think in original indices, so they are handed `logical_view`; the passes take the view away again.
 
 Some models have later layers read the keys of an earlier one (Gemma-3n). Such a layer attends to the tokens that enter
-it, which may be fewer than the earlier layer holds; `departures` say which.
+it, which may be fewer than the earlier layer holds; `dropped_after_layer` say which.
 """
 
 from __future__ import annotations
@@ -17,54 +18,60 @@ from uniprefill_fx.errors import CompactCacheError
 NEVER = 2**31 - 1  # more than any decoder layer: where a token departs that is never dropped
 
 
-@torch.library.custom_op("uniprefill::bind_slots", mutates_args=())
-def bind_slots(slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """`slots`, tied by data flow to the cache rows they index, so that a cut that compacts those compacts them too.
+@torch.library.custom_op("uniprefill::bind_positions", mutates_args=())
+def bind_positions(positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`positions`, tied by data flow to the cache rows they index, so that a cut that compacts those compacts them too.
 
-    slots: (batch, tokens) int64; keys, values: (batch, ..., tokens, dim), what the layer stores. Returns a copy of
-    `slots`.
+    positions: (batch, tokens) int64; keys, values: (batch, ..., tokens, dim), what the layer stores. Returns a copy of
+    `positions`.
     """
-    return slots.clone()
+    return positions.clone()
 
 
-@bind_slots.register_fake
-def _(slots, keys, values):  # type: ignore[no-untyped-def]
-    return torch.empty_like(slots)
+@bind_positions.register_fake
+def _(positions, keys, values):  # type: ignore[no-untyped-def]
+    return torch.empty_like(positions)
 
 
-@torch.library.custom_op("uniprefill::departures", mutates_args=())
-def departures(slots: Tensor) -> Tensor:
+@torch.library.custom_op("uniprefill::dropped_after_layer", mutates_args=())
+def dropped_after_layer(positions: Tensor) -> Tensor:
     """The decoder layer behind which each token of a new prompt is dropped: `NEVER`, unless the passes drop some.
 
-    slots: (batch, tokens) int64, the tokens' indices. Returns the same shape and dtype.
+    positions: (batch, tokens) int64, the tokens' indices. Returns the same shape and dtype.
     """
-    return torch.full_like(slots, NEVER)
+    return torch.full_like(positions, NEVER)
 
 
-@departures.register_fake
-def _(slots):  # type: ignore[no-untyped-def]
-    return torch.empty_like(slots)
+@dropped_after_layer.register_fake
+def _(positions):  # type: ignore[no-untyped-def]
+    return torch.empty_like(positions)
 
 
 @torch.library.custom_op("uniprefill::logical_view", mutates_args=())
-def logical_view(stored: Tensor, slots: Tensor, seen: int, expected: int, departed: Tensor | None = None) -> Tensor:
+def logical_view(
+    stored: Tensor, positions: Tensor, seen: int, expected: int, dropped_after: Tensor | None = None
+) -> Tensor:
     """The rows of one layer laid out by original index: (batch, heads, rows, dim) -> (batch, heads, seen, dim).
 
-    `slots` are (batch, rows), -1 for rows that are padding. `expected` is how many rows a cache without dropping would
-    hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0. `departed` are
-    the `departures` of all tokens seen, where later layers read this one too.
+    `positions` are (batch, rows), -1 for rows that are padding. `expected` is how many rows a cache without dropping
+    would
+    hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0.
+    `dropped_after` are
+    the `dropped_after_layer` of all tokens seen, where later layers read this one too.
 
     Raises:
         CompactCacheError: the layer, or a later one that reads it, holds fewer rows than `expected`: tokens were
             dropped, and the model's own mask would attend to them, or to the zeros in their place.
     """
     rows = stored.shape[-2]
-    some_departed = departed is not None and bool((departed != NEVER).any())
-    no_gap = bool((slots[:, -1] - slots[:, 0] == rows - 1).all())  # they ascend: no token and no padding between
-    if rows != expected or not no_gap or some_departed:
-        stays = slots > seen - 1 - expected
-        if departed is not None:
-            stays &= departed.gather(1, slots.clamp(min=0)) == NEVER
+    some_dropped = dropped_after is not None and bool((dropped_after != NEVER).any())
+    no_gap = bool(
+        (positions[:, -1] - positions[:, 0] == rows - 1).all()
+    )  # they ascend: no token and no padding between
+    if rows != expected or not no_gap or some_dropped:
+        stays = positions > seen - 1 - expected
+        if dropped_after is not None:
+            stays &= dropped_after.gather(1, positions.clamp(min=0)) == NEVER
         held = int(stays.sum(1).min())
         raise CompactCacheError(
             f"this KV cache holds {held} of {expected} tokens: uniprefill dropped the others, and the code "
@@ -74,11 +81,11 @@ def logical_view(stored: Tensor, slots: Tensor, seen: int, expected: int, depart
     if rows == seen:
         return stored.clone()
     view = stored.new_zeros(*stored.shape[:-2], seen, stored.shape[-1])
-    request = torch.arange(slots.shape[0], device=slots.device)[:, None]
-    view.transpose(1, 2)[request, slots] = stored.transpose(1, 2)
+    request = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    view.transpose(1, 2)[request, positions] = stored.transpose(1, 2)
     return view
 
 
 @logical_view.register_fake
-def _(stored, slots, seen, expected, departed=None):  # type: ignore[no-untyped-def]
+def _(stored, positions, seen, expected, dropped_after=None):  # type: ignore[no-untyped-def]
     return stored.new_empty(*stored.shape[:-2], seen, stored.shape[-1])

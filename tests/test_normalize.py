@@ -1,0 +1,181 @@
+"""The passes that edit a graph without changing what it computes: the graph, the counts, the numbers, and no match."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from traced import assert_same_values, calls, trace
+
+from uniprefill_fx.passes.node_utils import copy_module
+from uniprefill_fx.passes.normalize.attention_form import unify_attention_form
+from uniprefill_fx.passes.normalize.causal_buffers import MARK, CausalBuffer, mark_causal_buffers
+from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
+from uniprefill_fx.passes.normalize.fold_constants import fold_constants
+from uniprefill_fx.passes.normalize.functionalize import functionalize
+
+Pass = Callable[[fx.GraphModule], int]
+X = torch.arange(24.0).reshape(1, 12, 2) / 10
+
+
+def applied(one: Pass, function: Callable[..., Any], *inputs: Any, **how: Any) -> tuple[fx.GraphModule, int]:
+    """The graph after a pass, which computes what it did before, and what the pass counted."""
+    gm, given = trace(function, *inputs, **how)
+    before = copy_module(gm)
+    count = one(gm)
+    gm.graph.lint()
+    assert_same_values(before, gm, given)
+    return gm, count
+
+
+# -- fold constants ---------------------------------------------------------------------------------------------------
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, scale=scale) * scale
+
+
+def test_a_number_that_tracing_made_an_input_is_written_as_a_number() -> None:
+    gm, count = applied(fold_constants, scaled, X[None], 0.25)
+    assert count >= 1 and "item" not in calls(gm)
+    (attention,) = [n for n in gm.graph.nodes if n.target is F.scaled_dot_product_attention]
+    assert attention.kwargs["scale"] == 0.25
+    (product,) = [n for n in gm.graph.nodes if n.target is operator.mul]
+    assert product.args[1] == 0.25
+
+
+def test_sizes_that_are_still_symbols_stay() -> None:
+    gm, count = applied(fold_constants, lambda x: x + x.shape[1], X)
+    assert count == 0
+    (add,) = [n for n in gm.graph.nodes if n.target in (operator.add, torch.add)]
+    assert isinstance(add.args[1], fx.Node)
+
+
+# -- functionalize ----------------------------------------------------------------------------------------------------
+
+
+def added(x: Tensor) -> Tensor:
+    y = x * 2
+    y += x
+    return y.masked_fill_(y > 1, 0.0)
+
+
+def test_arithmetic_in_place_that_nobody_else_sees_becomes_plain() -> None:
+    gm, count = applied(functionalize, added, X)
+    assert count == 2
+    assert calls(gm) == ["mul", "add", "gt", "masked_fill"]
+
+
+def kept_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    view = y[:, 1:]
+    y += x
+    return y, view
+
+
+def into_input(x: Tensor) -> Tensor:
+    x += 1
+    return x
+
+
+@pytest.mark.parametrize("function", [kept_view, into_input])
+def test_a_write_that_is_seen_under_another_name_stays(function: Callable[..., Any]) -> None:
+    gm, count = applied(functionalize, function, X)
+    assert count == 0 and "iadd" in calls(gm)
+
+
+# -- expand layer ops -------------------------------------------------------------------------------------------------
+
+
+def layer(norm_first: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).eval()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_is_spelled_out(norm_first: bool) -> None:
+    torch.manual_seed(1)
+    x, mask = torch.randn(1, 12, 16), nn.Transformer.generate_square_subsequent_mask(12)
+    gm, given = trace(layer(norm_first), x, mask)
+    before = copy_module(gm)
+    count = expand_layer_ops(gm)
+    if count == 0:  # traced as its parts already
+        pytest.skip("this torch traces the layer by its parts")
+    found = calls(gm)
+    assert count == 1 and found.count("scaled_dot_product_attention") == 1 and found.count("layer_norm") == 2
+    assert "_transformer_encoder_layer_fwd" not in found
+    with torch.no_grad():
+        torch.testing.assert_close(gm(*given), before(*given), rtol=1e-5, atol=1e-5)
+
+
+def test_cross_attention_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x, memory = torch.randn(1, 12, 16), torch.randn(1, 5, 16)
+    _, count = applied(expand_layer_ops, lambda a, b: attention(a, b, b, need_weights=False)[0], x, memory)
+    assert count == 0
+
+
+# -- attention form ---------------------------------------------------------------------------------------------------
+
+
+def with_einsum(x: Tensor) -> Tensor:
+    q = x.view(1, -1, 2, 1)
+    weights = torch.einsum("bihd,bjhd->bhij", q, q).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, q)
+
+
+def with_bmm(x: Tensor) -> Tensor:
+    return torch.bmm(torch.softmax(torch.bmm(x, x.transpose(1, 2)), -1), x)
+
+
+def fused_3d(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "function, products, four",
+    [(with_einsum, ["matmul", "matmul"], 2), (with_bmm, ["matmul", "matmul"], 2), (fused_3d, [], 1)],
+)
+def test_products_of_attention_take_one_form(function: Callable[..., Any], products: list[str], four: int) -> None:
+    gm, count = applied(unify_attention_form, function, X)
+    assert count == four
+    found = calls(gm)
+    assert [name for name in found if name in ("matmul", "bmm", "einsum")] == products
+    operators = (torch.matmul, F.scaled_dot_product_attention)
+    operands = [n.args[0] for n in gm.graph.nodes if n.target in operators]
+    assert operands and all(o.meta["example_value"].ndim == 4 for o in operands)
+
+
+def router(x: Tensor) -> Tensor:
+    return torch.einsum("bnd,bnd->bn", x, x).softmax(-1)
+
+
+def test_a_softmax_that_is_no_attention_is_left_alone() -> None:
+    gm, count = applied(unify_attention_form, router, X)
+    assert count == 0 and "einsum" in calls(gm)
+
+
+# -- causal buffers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "buffer, found",
+    [
+        (torch.ones(8, 8).tril(), CausalBuffer(1.0, 0.0)),
+        (torch.full((1, 1, 8, 8), -1e9).triu(1), CausalBuffer(0.0, -1e9)),
+        (torch.ones(8, 8).tril(-1), None),
+        (torch.ones(8, 8), None),
+        (torch.ones(8, 7).tril(), None),
+    ],
+)
+def test_a_buffer_is_noted_for_what_it_holds(buffer: Tensor, found: CausalBuffer | None) -> None:
+    gm, given = trace(lambda x, mask: x + mask.sum(), X, buffer)
+    mark_causal_buffers(gm, given)
+    marks = [n.meta[MARK] for n in gm.graph.nodes if MARK in n.meta]
+    assert marks == ([] if found is None else [found])

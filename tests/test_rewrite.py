@@ -1,0 +1,148 @@
+"""The passes that execute decisions: lower attention, split, extract. `drop_tokens` has `test_shapes.py`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import operation
+from torch import Tensor, fx
+from traced import assert_same_values, calls, trace
+
+import uniprefill_fx.frontends
+from uniprefill_fx.errors import Category, RefusalError
+from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
+from uniprefill_fx.passes.cleanup import clean
+from uniprefill_fx.passes.node_utils import copy_module
+from uniprefill_fx.passes.rewrite.extract import extract
+from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
+from uniprefill_fx.passes.rewrite.split import split_at_selections
+
+ops = torch.ops.uniprefill
+uniprefill_fx.frontends.install()
+
+
+@pytest.fixture
+def rows() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(1, 2, 40, 8)
+
+
+# -- lower attention --------------------------------------------------------------------------------------------------
+
+
+def windowed(x: Tensor) -> Tensor:
+    place = torch.arange(x.shape[2])
+    mask = (place <= place[:, None]) & (place > place[:, None] - 9)
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask) * 2
+
+
+def test_attention_that_is_understood_needs_no_mask(rows: Tensor) -> None:
+    gm, given = trace(windowed, rows)
+    before = copy_module(gm)
+    assert lower_attention(gm, find_attention_nodes(gm.graph)) == 1
+    assert [name for name in calls(gm) if name not in ("size", "sym_size")] == ["attention", "mul"]
+    (node,) = [n for n in gm.graph.nodes if n.target is ops.attention.default]
+    names = [argument.name for argument in ops.attention.default._schema.arguments]
+    assert dict(zip(names, node.args, strict=True))["window"] == 9
+    assert_same_values(before, gm, given)
+
+
+def bidirectional(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_that_is_not_stays(rows: Tensor) -> None:
+    gm, _ = trace(bidirectional, rows)
+    before, (attention,) = calls(gm), find_attention_nodes(gm.graph)
+    assert attention.refusal is not None and attention.refusal.category is Category.NON_CAUSAL
+    assert lower_attention(gm, [attention]) == 0 and calls(gm) == before
+
+
+# -- split ------------------------------------------------------------------------------------------------------------
+
+
+def selecting(autocast: bool = False) -> fx.GraphModule:
+    """x -> y = 2 x; score and select on y; z = compact(y) + 1."""
+    graph = fx.Graph()
+    x, bounds = graph.placeholder("x"), graph.placeholder("bounds")
+    if autocast:
+        graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    y = graph.call_method("mul", (x, 2.0))
+    scores = graph.call_function(ops.score.default, (y, y, None, bounds, None, None, None, None, 4, 8, torch.float32))
+    chosen = graph.call_function(ops.select.default, (scores, bounds, bounds, 8, 4, 4, 0.5, None))
+    kept = graph.call_function(operator.getitem, (chosen, 0))
+    kept_bounds = graph.call_function(operator.getitem, (chosen, 1))
+    z = graph.call_method("add", (graph.call_function(ops.compact.default, (y, kept, 2)), 1.0))
+    graph.output((z, kept_bounds))
+    return fx.GraphModule({}, graph)
+
+
+def test_the_pieces_compute_what_the_graph_does(rows: Tensor) -> None:
+    gm, bounds = selecting(), torch.tensor([[0, 40]])
+    pieces = split_at_selections(gm)
+    assert [piece.selection for piece in pieces] == [False, True, False]
+    assert [[operation(n) for n in p.gm.graph.nodes if n.op.startswith("call")] for p in pieces] == [
+        ["mul"],
+        ["score", "select", "getitem", "getitem"],
+        ["compact", "add"],
+    ]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(placeholders, (rows, bounds), strict=True))
+    for piece in pieces:
+        values.update(zip(piece.outputs, piece.gm(*(values[n] for n in piece.inputs)), strict=True))
+    got = fx.node.map_arg(gm.graph.output_node().args[0], values.__getitem__)
+    torch.testing.assert_close(got, gm(rows, bounds), rtol=0, atol=0)
+
+
+def test_a_graph_without_a_selection_is_one_piece(rows: Tensor) -> None:
+    gm, given = trace(bidirectional, rows)
+    (piece,) = split_at_selections(gm)
+    assert not piece.selection
+    taken = dict(zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True))
+    torch.testing.assert_close(piece.gm(*(taken[n] for n in piece.inputs))[-1], gm(*given)[0])
+
+
+def test_a_selection_inside_an_autocast_region_is_refused() -> None:
+    with pytest.raises(RefusalError, match="autocast region"):
+        split_at_selections(selecting(autocast=True))
+
+
+# -- extract ----------------------------------------------------------------------------------------------------------
+
+
+def counted(x: Tensor) -> tuple[Tensor, Tensor]:
+    place = torch.zeros(x.shape[2], dtype=torch.int64)
+    place += torch.arange(x.shape[2])
+    return x.exp().sum(), place.cumsum(0)
+
+
+def test_a_value_is_cut_out_with_the_writes_into_it(rows: Tensor) -> None:
+    gm, given = trace(counted, rows)
+    wanted = [n for n in gm.graph.nodes if operation(n) == "cumsum"]
+    cut = extract(gm, wanted)
+    assert "exp" not in calls(cut) and any(name in calls(cut) for name in ("iadd", "add_"))
+    assert len(list(cut.graph.find_nodes(op="placeholder"))) == len(list(gm.graph.find_nodes(op="placeholder")))
+    torch.testing.assert_close(cut(*given)[0], gm(*given)[1])
+    assert extract(gm, [])(*given) == ()
+
+
+# -- clean ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_reads_goes_and_what_writes_stays(rows: Tensor) -> None:
+    def wasteful(x: Tensor) -> Tensor:
+        x.exp()
+        y = torch.zeros_like(x)
+        y.copy_(x)
+        y[:, :, :3] = 1.0
+        return y
+
+    gm, given = trace(wasteful, rows)
+    before = copy_module(gm)
+    clean(gm)
+    assert "exp" not in calls(gm) and {"copy_", "setitem"} <= set(calls(gm))
+    assert_same_values(before, gm, given)

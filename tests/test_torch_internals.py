@@ -1,0 +1,406 @@
+"""Each private API of PyTorch that the package uses, on the torch at hand; and that no other module uses one."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import logging
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from checkpoints import ROOT
+from torch import Tensor, fx, nn
+
+from uniprefill_fx import torch_internals as internals
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def traced(function: Callable[..., Any], *args: Any, dynamic: bool = True, fullgraph: bool = True) -> fx.GraphModule:
+    """The first graph that Dynamo makes of a function."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph)(*args)
+    return graphs[0]
+
+
+def inputs_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders that hold tensors."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder" and isinstance(n.meta["example_value"], Tensor)]
+
+
+# The compilation that is under way
+
+
+@pytest.mark.parametrize("wrap", [lambda b: b, lambda b: functools.partial(b, extra=1)], ids=["plain", "partial"])
+def test_compiling_backends(wrap: Callable[[Backend], Backend]) -> None:
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any], **extra: Any) -> Any:
+        return gm.forward
+
+    other = "eager"
+    found: list[bool] = []
+
+    @torch.compiler.assume_constant_result
+    def ours() -> bool:
+        found.append(any(b is backend for b in internals.compiling_backends()))
+        return found[-1]
+
+    def function(x: Tensor) -> Tensor:
+        return x + 1 if ours() else x + 2
+
+    compiled = torch.compile(function, backend=wrap(backend), fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == 1 and found[-1]
+    torch._dynamo.reset()
+    assert torch.compile(function, backend=other, fullgraph=True)(torch.zeros(1)).item() == 2 and not found[-1]
+
+
+def test_a_broken_graph_and_the_frame_behind_it() -> None:
+    resumed, breaks = [], []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        resumed.append(internals.frame_is_resumed())
+        breaks.append(internals.graph_break(gm))
+        return gm.forward
+
+    @torch.compile(backend=backend)
+    def function(x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    function(torch.ones(2))
+    assert resumed == [False, True]
+    assert breaks[1] is None and breaks[0] is not None
+    reason, frames = breaks[0]
+    assert "graph_break" in reason and f"{Path(__file__).name}:" in frames[-1] and "in function" in frames[-1]
+
+
+def test_nothing_is_traced_out_here() -> None:
+    assert not internals.frame_is_resumed()
+    assert internals.graph_break(fx.symbolic_trace(nn.Linear(2, 2))) is None
+
+
+def test_restart_with_marked_sizes() -> None:
+    """Traced as a number, marked, traced again as a symbol: in one call, and with one result."""
+    sizes: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        tensor = next(i for i in inputs if isinstance(i, Tensor))
+        sizes.append(inputs_of(gm)[-1].meta["example_value"].shape[1])
+        if internals.mark_maybe_dynamic(tensor, [1]):
+            raise internals.RestartTrace("once more")
+        return gm.forward
+
+    assert bool((torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2, 5)) == 2).all())
+    assert sizes[0] == 5 and isinstance(sizes[0], int)
+    assert len(sizes) == 2 and isinstance(sizes[1], torch.SymInt)
+
+
+def test_what_a_backend_raised() -> None:
+    class OwnError(ValueError):
+        pass
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        raise OwnError("no")
+
+    with pytest.raises(Exception) as raised:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert not isinstance(raised.value, OwnError)
+    assert isinstance(internals.backend_error(raised.value), OwnError)
+    assert internals.backend_error(OwnError()) is None
+
+
+# Inputs and marks
+
+
+def test_marks() -> None:
+    tensor = torch.ones(2, 3)
+    assert internals.mark_maybe_dynamic(tensor, [0, 1])
+    assert not internals.mark_maybe_dynamic(tensor, [1]) and not internals.mark_maybe_dynamic(tensor, [])
+    marked = torch.ones(2, 3)
+    torch._dynamo.mark_dynamic(marked, 1)
+    internals.mark_maybe_dynamic(marked, [1])
+    assert not internals.mark_maybe_dynamic(marked, [1])  # or a backend would ask for a new trace for ever
+    gm = traced(lambda x: x * 2, tensor, dynamic=None)  # type: ignore[arg-type]
+    (placeholder,) = inputs_of(gm)
+    assert all(isinstance(size, torch.SymInt) for size in placeholder.meta["example_value"].shape)
+
+
+def test_static_inputs() -> None:
+    module = nn.BatchNorm1d(3).eval()
+    with torch.no_grad():
+        gm = traced(lambda x: module(x), torch.ones(4, 3), dynamic=False)
+    static = {n.name: internals.is_static_input(n) for n in inputs_of(gm)}
+    assert sum(static.values()) == 4 and len(static) == 5, static  # weight, bias, mean, variance; x
+    assert not static["l_x_"]
+
+
+# What torch.compile wraps
+
+
+def test_wrappers() -> None:
+    module = nn.Linear(2, 2)
+    assert internals.compiled_module(torch.compile(module)) is module
+    assert internals.compiled_module(module) is None and internals.compiled_module(len) is None
+    assert not internals.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert internals.is_compiled_in_place(module)
+
+
+def test_uncompiled() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x
+
+    assert internals.uncompiled(torch.compile(function, backend="eager")) is function
+    assert internals.uncompiled(torch.compiler.disable(function)) is function
+    assert internals.uncompiled(function) is function
+
+
+def test_model_being_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From inside the look-up of a backend, where the package's own is loaded."""
+    found: list[Any] = []
+    lookup = torch._dynamo.eval_frame.get_compiler_fn if hasattr(torch._dynamo.eval_frame, "get_compiler_fn") else None
+    assert lookup is not None
+
+    def watched(compiler_fn: Any) -> Any:
+        found.append(internals.model_being_wrapped())
+        return lookup(compiler_fn)
+
+    monkeypatch.setattr(torch._dynamo.eval_frame, "get_compiler_fn", watched)
+    module = nn.Linear(2, 2)
+    torch.compile(module, backend="eager")
+    assert found and all(model is module for model in found)
+    assert internals.model_being_wrapped() is None
+
+
+# Fakes and sizes
+
+
+def test_fakes() -> None:
+    mode = internals.fake_mode()
+    with mode:
+        fake = torch.empty(3) + torch.ones(3)
+    assert internals.is_fake(fake) and not internals.is_fake(torch.empty(3))
+    assert mode.shape_env is not internals.fake_mode().shape_env
+    assert internals.is_fake(mode.from_tensor(torch.ones(2))) and internals.is_fake(torch.ones(2) + fake[:2])
+
+
+@pytest.mark.parametrize("hint, any_integer", [(7, False), (1, True), (0, True)])
+def test_sizes(hint: int, any_integer: bool) -> None:
+    mode = internals.fake_mode()
+    size = internals.new_size(mode, "n", hint, any_integer)
+    symbol = internals.size_expression(size)
+    assert isinstance(symbol, sympy.Symbol) and internals.hint_of(size, symbol) == hint
+    more = size * 2 + 1
+    assert internals.size_expression(more) == 2 * symbol + 1 and internals.hint_of(more, symbol) == hint
+    if any_integer:
+        assert isinstance(internals.size_expression(size), sympy.Symbol)  # neither 0 nor 1 was put in its place
+    else:
+        with mode:
+            assert internals.size_expression(torch.empty(size, 2).shape[0]) == symbol
+        assert bool(size == hint) and internals.size_expression(size) == hint  # an equality that was proved
+
+
+def test_what_tracing_proved_is_applied() -> None:
+    mode = internals.fake_mode()
+    a, b = internals.new_size(mode, "a", 9), internals.new_size(mode, "b", 9)
+    with mode:
+        torch.empty(a) + torch.empty(b)
+    assert internals.size_expression(a) == internals.size_expression(b)
+
+
+def test_traced_number() -> None:
+    gm = traced(lambda x, scale: x * scale, torch.ones(2), 0.37)
+    values = [n.meta.get("example_value") for n in gm.graph.nodes]
+    (number,) = (v for v in values if isinstance(v, torch.SymFloat))
+    assert internals.traced_number(number) == 0.37
+
+
+def test_floor_division() -> None:
+    n = sympy.Symbol("n", integer=True)
+    half = internals.floor_div(n, sympy.Integer(2))
+    assert internals.is_floor_div(half) and half.args == (n, 2) and half.subs(n, 7) == 3
+    assert internals.floor_div(sympy.Integer(7), sympy.Integer(2)) == 3
+    assert not internals.is_floor_div(n / 2) and not internals.is_floor_div(7)
+    size = internals.new_size(internals.fake_mode(), "n", 11)
+    assert internals.is_floor_div(internals.size_expression(size // 2))
+
+
+# Dispatch, operators, logs
+
+FUSED = [
+    ("_transformer_encoder_layer_fwd", internals.fused_layer, 20),
+    ("_native_multi_head_attention", internals.fused_attention, 13),
+]
+
+
+def test_dispatch_in_python() -> None:
+    """Padding is taken apart in C++ otherwise, and asks for the number of rows there."""
+    for context, symbolic in ((contextlib.nullcontext, False), (internals.dispatch_in_python, True)):
+        mode = internals.fake_mode()
+        with torch.no_grad(), mode, context():
+            size = internals.new_size(mode, "n", 12)
+            torch.nn.functional.pad(torch.empty(size, 3), (1, 1))
+        assert isinstance(internals.size_expression(size), sympy.Symbol) == symbolic
+
+
+def test_versions() -> None:
+    tensor = torch.zeros(4)
+    before = internals.version_of(tensor)
+    assert internals.version_of(tensor) == before
+    tensor[1:].add_(1)
+    assert internals.version_of(tensor) > before
+
+
+def test_schemas() -> None:
+    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.name == "aten::add_" and [a.name for a in schema.arguments] == ["self", "other", "alpha"]
+    assert [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments] == [True, False, False]
+    assert internals.schema_of(torch.add) is None
+
+
+@pytest.mark.parametrize("name, op, count", FUSED, ids=["layer", "attention"])
+def test_fused_ops_take_what_the_passes_read_by_its_place(name: str, op: Callable[[], Any], count: int) -> None:
+    assert op() is getattr(torch, name)
+    arguments = internals.schema_of(getattr(torch.ops.aten, name).default).arguments
+    assert len(arguments) == count and arguments[-1].name == "mask_type"
+
+
+def test_fused_layer_is_what_a_layer_is_traced_as() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.inference_mode():
+        gm = traced(lambda x: layer(x), torch.ones(1, 5, 8), dynamic=False)
+    assert [len(n.args) for n in gm.graph.nodes if n.target is internals.fused_layer()] == [20]
+
+
+def test_vmap_levels() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    gm = traced(torch.vmap(double), torch.ones(3, 2))
+    moves = [n for n in gm.graph.nodes if internals.moves_between_vmap_levels(n)]
+    assert len(moves) >= 3, gm.graph  # opens a level, closes it, and takes x in
+    torch._dynamo.reset()
+    plain = traced(double, torch.ones(3, 2))
+    assert not any(internals.moves_between_vmap_levels(n) for n in plain.graph.nodes)
+
+
+def test_artifacts_are_made_for_a_reader(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def payload() -> str:
+        made.append("text")
+        return made[-1]
+
+    with caplog.at_level(logging.DEBUG, "torch.__trace"):
+        internals.log_artifact("uniprefill_test", "string", payload)
+    (record,) = (r for r in caplog.records if "uniprefill_test" in str(getattr(r, "metadata", None)))
+    assert made == ["text"] and record.payload == "text"  # type: ignore[attr-defined]
+    assert record.metadata["artifact"] == {"name": "uniprefill_test", "encoding": "string"}  # type: ignore[attr-defined]
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # nobody reads it
+    internals.log_artifact("uniprefill_test", "string", payload)
+    assert made == ["text"]
+
+
+# Nobody else
+
+PACKAGE = ROOT / "uniprefill_fx"
+INTERNALS = ("torch_internals.py", "lowering/compiler_internals.py")
+PRIVATE_MODULE = re.compile(r"^(torch|transformers)(\.\w+)*\._\w+|^torch\.fx\.experimental\.symbolic_shapes")
+PRIVATE_TEXT = re.compile(
+    r"^_(dynamo|torchdynamo|orig_mod|compiled_call|tensor_dict|schema)\w*$|^torch\._\w+|^compile_subgraph_reason$"
+)
+
+
+def own_names(trees: Sequence[ast.AST]) -> set[str]:
+    """Names with a leading underscore that the package itself defines: methods, functions, attributes, fields."""
+    names: set[str] = set()
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if name.startswith("_")}
+
+
+def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and text of each import of a private module of torch, each attribute whose name begins with one underscore
+    and is none of the package's own, and each text that is the name of such an attribute."""
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in own:
+                yield node.lineno, ast.unparse(node)
+            found = [ast.unparse(node)] if ast.unparse(node).startswith("torch.fx.experimental") else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE_TEXT.match(node.value):
+            yield node.lineno, repr(node.value)
+        yield from ((node.lineno, name) for name in found if PRIVATE_MODULE.match(name))  # type: ignore[attr-defined]
+
+
+def test_no_other_module_of_the_package_uses_private_apis() -> None:
+    trees = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")}
+    trees |= {
+        f"kernels/{p.relative_to(ROOT / 'kernels').as_posix()}": ast.parse(p.read_text())
+        for p in (ROOT / "kernels").rglob("*.py")
+    }
+    assert len(trees) > 60
+    own = own_names(list(trees.values()))
+    uses = {name: sorted(private_uses(tree, own)) for name, tree in trees.items() if name not in INTERNALS}
+    assert {name: found for name, found in uses.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch._guards import tracing",
+        "from torch import _guards",
+        "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
+        "from torch.utils._sympy.functions import FloorDiv",
+        "torch._dynamo.reset()",
+        "x._version",
+        "getattr(model, '_orig_mod', model)",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv()",
+    ],
+)
+def test_private_uses_are_found(code: str) -> None:
+    assert list(private_uses(ast.parse(code), {"_mine"}))
+
+
+@pytest.mark.parametrize("code", ["self._mine", "torch.compile(x.__name__)", "from __future__ import annotations"])
+def test_what_is_no_private_use(code: str) -> None:
+    assert not list(private_uses(ast.parse(code), {"_mine"}))
+
+
+def test_every_function_is_used_and_tested() -> None:
+    names = {
+        name
+        for name, item in vars(internals).items()
+        if isinstance(item, types.FunctionType | type) and item.__module__ == internals.__name__
+    }
+    assert len(names) > 20
+    here = Path(__file__).read_text()
+    package = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "torch_internals.py")
+    assert {name for name in names if f"internals.{name}" not in here} == set()
+    assert {name for name in names if not re.search(rf"\b{name}\b", package)} == set()
+    assert all(getattr(internals, name).__doc__ for name in names)

@@ -1,0 +1,108 @@
+"""After which attention tokens are dropped, and how each of these drops selects them: the options, for one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
+from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
+from uniprefill_fx.passes.analyze.decoder_end import in_layers, layers_root
+from uniprefill_fx.passes.attention_node import AttentionNode
+from uniprefill_fx.passes.node_utils import decoder_layer
+from uniprefill_fx.specs import DropSpec
+
+SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
+
+
+def drop_spec(config: PrefillConfig, index: int, count: int) -> DropSpec:
+    """How the index-th of `count` drops selects tokens."""
+    # an argument of the selection, which every call replaces with "auto": any number will do in the graph
+    block_size = 64 if config.block_size == "auto" else config.block_size
+    dtype = SCORE_DTYPES[config.score_dtype]
+    return DropSpec(config.last_n, config.sink_tokens, block_size, dtype, *config.kept_for(index, count))
+
+
+def layers_of_this_graph(
+    graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], config: PrefillConfig
+) -> tuple[PrefillConfig, list[Refusal]]:
+    """The options without drop layers that lie in an earlier graph of the same forward, and why they don't drop."""
+    root = layers_root([a.node for a in attention_nodes])
+    first = min((decoder_layer(n) or 0 for n in graph.nodes if in_layers(n, root)), default=0)
+    if first == 0:
+        return config, []
+    if isinstance(config.drop_layers, str):
+        if isinstance(config.p, tuple) or isinstance(config.keep_ratio, tuple):
+            raise refuse(
+                Category.GRAPH_BREAK,
+                f"values for the drop layers of a whole model, and a graph that begins with layer {first}",
+                "name the drop_layers: which of the values are for this graph cannot be told",
+            )
+        return config, []
+    here = [i for i, layer in enumerate(config.drop_layers) if layer >= first]
+    changes: dict[str, Any] = {"drop_layers": tuple(config.drop_layers[i] for i in here)}
+    for name in ("p", "keep_ratio"):
+        values = getattr(config, name)
+        if isinstance(values, tuple) and len(values) == len(config.drop_layers):
+            changes[name] = tuple(values[i] for i in here)
+    earlier = [
+        Refusal(
+            Category.GRAPH_BREAK,
+            f"this graph begins with layer {first}; Dynamo traced the layers before it apart",
+            "compile the whole model as one graph: only the last graph of a forward may drop",
+            layer,
+        )
+        for layer in config.drop_layers
+        if layer < first
+    ]
+    if not here:
+        raise RefusalError(earlier[-1])
+    return replace(config, **changes), earlier
+
+
+def choose_layers(
+    attention_nodes: Iterable[AttentionNode], num_layers: int, config: PrefillConfig
+) -> list[AttentionNode]:
+    """The attention_nodes after which tokens are dropped, in graph order.
+
+    Raises:
+        OptionError: `drop_layers` names a layer that has no full attention over the prompt.
+        RefusalError: it names one whose attention was not understood in this graph.
+    """
+    full = {a.layer: a for a in attention_nodes if a.is_prefill and a.full}
+    if config.drop_layers == "all":
+        return list(full.values())
+    if config.drop_layers == "auto":
+        return [full[layer] for layer in auto_drop_layers(tuple(full), num_layers)]
+    by_layer = {s.layer: s for s in attention_nodes}
+    for layer in config.drop_layers:
+        attention = by_layer.get(layer)
+        if attention is not None and attention.refusal is not None:
+            raise RefusalError(attention.refusal)
+        if attention is not None and attention.full and not attention.is_prefill:
+            raise refuse(
+                Category.CACHE,
+                f"attention over {attention.num_keys} keys of a cache",
+                "pass DynamicCache, or none",
+                layer,
+            )
+        if layer not in full:
+            raise OptionError(
+                "drop_layers",
+                list(config.drop_layers),
+                f"layers with full causal attention over the prompt, here {sorted(full)}",
+                f"Layer {layer} has none that is understood; explain() shows what each layer is.",
+            )
+    return [full[layer] for layer in sorted(config.drop_layers)]
+
+
+def nowhere_to_drop(config: PrefillConfig) -> RefusalError:
+    return refuse(
+        Category.NO_ATTENTION,
+        f"no layer to drop after with drop_layers={config.drop_layers!r}",
+        "dropping needs full causal attention before the last layer",
+    )

@@ -1,0 +1,92 @@
+"""Find the residual stream: what a dropped token is frozen to, and where the kept rows are scattered back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from torch import fx
+
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.attention_node import AttentionNode
+from uniprefill_fx.passes.dataflow import Ancestry
+from uniprefill_fx.passes.node_utils import name_of, shape, token_dims
+
+ADDS = frozenset({"add", "iadd", "add_"})
+
+
+def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> list[tuple[fx.Node, fx.Node]]:
+    """[(sum, residual)] in graph order: sums `x + f(x)` of two equal shapes with a token axis, and their x.
+
+    One operand being computed from the other is what tells a residual connection from other sums (rotary, gates,
+    experts): no shape or name does. Either may be scaled by a number first.
+    """
+    found = []
+    for node in graph.nodes:
+        if name_of(node) not in ADDS or len(node.args) < 2:
+            continue
+        left, right = (_unscaled(a) for a in node.args[:2])
+        if left is None or right is None or left is right:
+            continue
+        if shape(left) is None or shape(left) != shape(right) or not token_dims(node, tokens):
+            continue
+        if ancestry.depends(right, left):
+            found.append((node, left))
+        elif ancestry.depends(left, right):
+            found.append((node, right))
+    return found
+
+
+def _unscaled(value: Any) -> fx.Node | None:
+    """An operand before casts and multiplication by a number (MiniMax: `alpha * x + beta * f(x)`)."""
+    while isinstance(value, fx.Node):
+        name, args = name_of(value), value.args
+        if name in ("mul", "multiply") and len(args) == 2:
+            numbers = [a for a in args if not isinstance(a, fx.Node) or shape(a) == ()]
+            nodes = [a for a in args if isinstance(a, fx.Node) and shape(a) != ()]
+            if len(numbers) == 1 and len(nodes) == 1:
+                value = nodes[0]
+                continue
+        if name in ("to", "float", "type_as", "dropout", "contiguous") and args:
+            value = args[0]
+            continue
+        return value
+    return None
+
+
+def entering(attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
+    """The residual stream that enters the layer of `attention` (paper: H^(b,0)).
+
+    The first sum that takes in the attention's output has a residual which is not computed from that output itself,
+    and is
+    an ancestor of the attention's queries. Where that is itself the sum of an earlier layer, or the embedding, it is
+    the
+    stream; where a norm lies between (post-norm models), the stream is the sum before the norm.
+
+    Raises:
+        RefusalError: there is no such sum.
+    """
+    for node, residual in adds:
+        if not ancestry.depends(node, attention.node):
+            continue
+        if not ancestry.depends(residual, attention.node) and ancestry.depends(attention.q, residual):
+            earlier = [n for n, _ in adds if ancestry.depends(residual, n)]
+            same = [n for n in earlier if shape(n) == shape(residual)]
+            return same[-1] if same else residual
+        break
+    raise refuse(
+        Category.RESIDUAL,
+        "no sum of the attention output with the stream that entered the layer",
+        "dropped tokens would have no state to be frozen to, so this layer stays dense",
+        attention.layer,
+    )
+
+
+def leaving(attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
+    """The last value of the residual stream, behind the last layer and before the final norm."""
+    later = [node for node, _ in adds if ancestry.depends(node, attention.node)]
+    if not later:
+        raise refuse(
+            Category.RESIDUAL, "no residual stream behind the attention", "this layer stays dense", attention.layer
+        )
+    return later[-1]

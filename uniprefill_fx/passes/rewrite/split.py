@@ -1,0 +1,76 @@
+"""Cut a rewritten graph at its selections: pieces to compile, with score and select between them outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.node_utils import is_op, is_selected, name_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of nodes, in program order, as a graph module of its own.
+
+    Attributes:
+        gm: takes `inputs`, returns the tuple of `outputs`; placeholders have the meta of the nodes they stand for.
+        inputs, outputs: nodes of the whole graph. Outputs are what later pieces, or the graph's output, read, and what
+            is selected.
+        selection: whether the piece scores and selects (and is not to be compiled).
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    selection: bool
+
+
+def split_at_selections(gm: fx.GraphModule) -> list[Piece]:
+    """The pieces of a graph, to be run one after the other. Program order is kept, so in-place writes stay in place.
+
+    Raises:
+        RefusalError: a selection lies inside an autocast region, which no piece could hold whole.
+    """
+    runs: list[list[fx.Node]] = [[]]
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if _selects(node) != (len(runs) % 2 == 0):
+            runs.append([])
+        runs[-1].append(node)
+    for nodes in runs:
+        if _balance(nodes) != 0:
+            raise refuse(Category.TOKEN_OP, "a drop inside an autocast region of the model", "the prompt stays dense")
+    return [_piece(gm, nodes, selection=i % 2 == 1) for i, nodes in enumerate(runs)]
+
+
+def _balance(nodes: list[fx.Node]) -> int:
+    """Autocast regions that the nodes enter and do not leave."""
+    names = [name_of(node) for node in nodes]
+    return names.count("_enter_autocast") - names.count("_exit_autocast")
+
+
+def _selects(node: fx.Node) -> bool:
+    return is_op(node, "score") or is_op(node, "select") or is_selected(node)
+
+
+def _is_reported(node: fx.Node) -> bool:
+    """What the record of a call is made from, whoever else reads it."""
+    return is_selected(node) or is_op(node, "score")
+
+
+def _piece(gm: fx.GraphModule, nodes: list[fx.Node], selection: bool) -> Piece:
+    inside = set(nodes)
+    inputs = tuple(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+    outputs = tuple(node for node in nodes if _is_reported(node) or any(user not in inside for user in node.users))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in outputs))
+    return Piece(fx.GraphModule(gm, graph), inputs, outputs, selection)

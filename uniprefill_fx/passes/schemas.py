@@ -1,0 +1,301 @@
+"""What a call writes and whose storage its results share, read off the schemas of the operators it may dispatch to.
+
+A Dynamo graph holds overloads (`aten.add_.Tensor`), packets of custom ops, builtins (`torch.add`), methods (`"add_"`),
+`operator.iadd` and functions written in Python (`F.normalize`). The first five have schemas, in which `Tensor(a!)`
+marks what is written and `Tensor(a)` what a result may be a view of. Operators that are made of others may return an
+argument without saying so, and Python functions have no schema: those are run on tensors without data, and watched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import operator
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from uniprefill_fx.passes.node_utils import arguments, meta
+
+log = logging.getLogger(__name__)
+
+OPERATORS: dict[Callable[..., Any], str] = {
+    getattr(operator, name): aten
+    for name, aten in {
+        **{n: n for n in "add sub mul matmul floordiv neg pow eq ne lt le gt ge".split()},
+        **{"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pos": "positive", "abs": "abs"},
+        **{"and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not"},
+        **{"lshift": "__lshift__", "rshift": "__rshift__"},
+        **{"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "ifloordiv": "floor_divide_"},
+        **{"imod": "remainder_", "ipow": "pow_", "iand": "bitwise_and_", "ior": "bitwise_or_", "ixor": "bitwise_xor_"},
+        **{"ilshift": "__ilshift__", "irshift": "__irshift__"},
+    }.items()
+}
+# `x @= y` is `x = x @ y`: PyTorch has no matmul_.
+MAKES_NEW = frozenset({operator.imatmul})
+# These write running statistics, which their schemas do not mark, where the named flag is true.
+UNMARKED = {
+    name: ("training", "train", "use_input_stats")
+    for name in "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm instance_norm".split()
+}
+STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a call does to its arguments.
+
+    Attributes:
+        writes: the arguments whose storage is written. shares: those that results may share storage with.
+        known: False if nothing says so; then every tensor among the arguments is in both.
+    """
+
+    writes: tuple[fx.Node, ...] = ()
+    shares: tuple[fx.Node, ...] = ()
+    known: bool = True
+
+
+def effects(node: fx.Node) -> Effects:
+    """What a node writes and shares. Only arguments that hold tensors are named."""
+    if node.op not in ("call_function", "call_method"):
+        return Effects()
+    # kept with the graph: they name its nodes, and go when it goes
+    found: dict[fx.Node, tuple[Any, Any, Any, Effects]] = vars(node.graph).setdefault("_uniprefill_effects", {})
+    kept = found.get(node)
+    if kept is not None and kept[0] == node.target and kept[1] is node.args and kept[2] is node.kwargs:
+        return kept[3]
+    done = _effects(node)
+    found[node] = (node.target, node.args, node.kwargs, done)
+    return done
+
+
+def _effects(node: fx.Node) -> Effects:
+    operands = [a for a in arguments(node) if isinstance(a, fx.Node) and _holds_tensors(meta(a))]
+    if not operands or (getattr(node.target, "__module__", None) or "").startswith("torch._functorch"):
+        return Effects()  # the latter enter and leave the levels of vmap, in which masks are made
+    base = node.args[0] if node.args else None
+    if node.target is operator.setitem and isinstance(base, fx.Node):
+        return Effects((base,), (base,))
+    if node.target is operator.getitem and isinstance(base, fx.Node):
+        copies = isinstance(meta(base), torch.Tensor) and any(
+            isinstance(i, list) or (isinstance(i, fx.Node) and isinstance(meta(i), torch.Tensor)) for i in _index(node)
+        )
+        return Effects((), () if copies else (base,))
+    if node.target is getattr:
+        return Effects((), (base,) if isinstance(base, fx.Node) else ())
+    found = overloads(node)
+    declared = _declared(node, found) if found else None
+    if declared is not None:
+        return declared
+    watched = _watched(node)
+    if watched is None and found:  # PyTorch's own operators mark what they write
+        return Effects(tuple(_unmarked(node)), tuple(operands) if _holds_tensors(meta(node)) else ())
+    if watched is None:
+        log.info("nothing says what `%s` writes", node.target)
+        return Effects(tuple(operands), tuple(operands), known=False)
+    leaves = list(arguments(node))
+    writes, shares = (tuple(dict.fromkeys(leaves[i] for i in places)) for places in watched)
+    return Effects((*writes, *_unmarked(node)), shares)
+
+
+def overloads(node: fx.Node) -> tuple[OpOverload, ...]:
+    """The overloads that a node may dispatch to; none for what is no operator of PyTorch's dispatcher."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return _of_packet(str(target))
+    if isinstance(target, OpOverload):
+        return (target,)
+    if isinstance(target, OpOverloadPacket):
+        return _dispatched(target)
+    if target in OPERATORS:
+        return _of_packet(OPERATORS[target])
+    builtin = isinstance(target, types.BuiltinFunctionType) and (target.__module__ or "").split(".")[0] == "torch"
+    if builtin or isinstance(target, types.MethodDescriptorType):
+        return _of_packet(target.__name__)
+    return ()
+
+
+@functools.cache
+def _of_packet(name: str) -> tuple[OpOverload, ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    return _dispatched(packet) if isinstance(packet, OpOverloadPacket) else ()
+
+
+@functools.cache
+def _dispatched(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
+    """The overloads that are operators on tensors: TorchScript has more, for its own lists and strings."""
+    found = (getattr(packet, name) for name in packet.overloads())
+    return tuple(o for o in found if torch._C._dispatch_has_kernel(o.name()))
+
+
+@functools.cache
+def _composite(overload: OpOverload) -> bool:
+    """Whether an operator of PyTorch's own is made of others: then its schema need not tell what it returns."""
+    name = overload.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def _declared(node: fx.Node, found: tuple[OpOverload, ...]) -> Effects | None:
+    """What the schemas mark among the arguments that are given; None if they mark nothing."""
+    writes: list[fx.Node] = []
+    shares: list[fx.Node] = []
+    for overload in found:
+        for schema, given in given_arguments(node, overload):
+            if schema.alias_info is None:
+                continue
+            nodes = [n for n in (given if isinstance(given, tuple | list) else (given,)) if isinstance(n, fx.Node)]
+            nodes = [n for n in nodes if _holds_tensors(meta(n))]
+            shares += nodes
+            writes += nodes if schema.alias_info.is_write else []
+    writes += _unmarked(node)
+    if not writes and not shares and any(_composite(o) for o in found):
+        return None
+    return Effects(tuple(dict.fromkeys(writes)), tuple(dict.fromkeys(shares)))
+
+
+def given_arguments(node: fx.Node, overload: OpOverload) -> Iterator[tuple[Any, Any]]:
+    """(schema of an argument, what the node passes for it), for all arguments that the node passes."""
+    schemas = overload._schema.arguments
+    positional = [a for a in schemas if not a.kwarg_only]
+    yield from zip(positional, node.args, strict=False)
+    for schema in schemas:
+        if schema.name in node.kwargs:
+            yield schema, node.kwargs[schema.name]
+
+
+def _unmarked(node: fx.Node) -> list[fx.Node]:
+    """Running statistics of a norm that trains."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.split(".")[0]
+    if name not in UNMARKED:
+        return []
+    given: dict[str, Any] = dict(node.kwargs)
+    found = overloads(node)
+    if found:
+        given = {schema.name: value for schema, value in given_arguments(node, found[0])}
+    elif callable(node.target):
+        given = dict(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments)
+    if any(given.get(flag) is False for flag in UNMARKED[name]) or (
+        name == "batch_norm" and not found and "training" not in given
+    ):
+        return []
+    return [n for key, n in given.items() if key in STATISTICS and isinstance(n, fx.Node)]
+
+
+def _index(node: fx.Node) -> tuple[Any, ...]:
+    index = node.args[1]
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_holds_tensors(item) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
+# -- calls that are watched ---------------------------------------------------------------------------------------------
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the storages that operators write, by their schemas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schemas = func._schema.arguments
+        given = list(zip(schemas, args, strict=False)) + [(s, kwargs[s.name]) for s in schemas if s.name in kwargs]
+        for schema, value in given:
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                self.written |= set(_storages(value))
+        return func(*args, **kwargs)
+
+
+def _storages(value: Any) -> Iterator[int]:
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()._cdata
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _storages(item)
+
+
+_watches: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+
+
+def _watched(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Which leaves of the arguments a call wrote, and shares storage with, on tensors without data; None if it fails."""
+    # What a call that makes new tensors only does is no question of its sizes: one of each kind is run.
+    if node.target in MAKES_NEW:
+        return (), ()
+    try:
+        args, kwargs = (fx.node.map_arg(part, _stand_in) for part in (node.args, node.kwargs))
+    except Exception as error:  # a size that no number is known of
+        log.info("`%s` cannot be watched: %s", node.target, error)
+        return None
+    leaves = [leaf for leaf in arguments(_Call(args, kwargs))]
+    key = (node.op, node.target, tuple(_kind(leaf) for leaf in leaves))
+    if key not in _watches:
+        _watches[key] = _watch(node, args, kwargs, leaves)
+    return _watches[key]
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: Any
+    kwargs: Any
+
+
+def _watch(node: fx.Node, args: Any, kwargs: Any, leaves: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    watch = _Watch()
+    try:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad(), watch:
+            warnings.simplefilter("ignore")
+            if node.op == "call_method":
+                out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                assert callable(node.target)
+                out = node.target(*args, **kwargs)
+    except Exception as error:
+        log.info("`%s` cannot be watched: %s", node.target, error)
+        return None
+    results = set(_storages(out if isinstance(out, torch.Tensor | tuple | list) else ()))
+    of_leaf = [set(_storages(leaf)) for leaf in leaves]
+    writes = tuple(i for i, own in enumerate(of_leaf) if own & watch.written)
+    return writes, tuple(i for i, own in enumerate(of_leaf) if own & results)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, tuple(leaf.shape), leaf.stride()
+    return type(leaf), leaf if isinstance(leaf, int | float | str | bool | torch.dtype | torch.device) else repr(leaf)
+
+
+def _stand_in(node: fx.Node) -> Any:
+    return fx.node.map_aggregate(meta(node), _stand_in_value)
+
+
+def _stand_in_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = [_number(s) for s in value.shape]
+        return torch.empty_strided(sizes, [_number(s) for s in value.stride()], dtype=value.dtype, device="meta")
+    return _number(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _number(size: Any) -> Any:
+    """The number that tracing had for a size."""
+    if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+        hint = size.node.hint
+        if hint is None:
+            raise ValueError(f"no number is known of {size}")
+        return hint
+    return size

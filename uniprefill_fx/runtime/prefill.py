@@ -1,0 +1,249 @@
+"""What runs when a compiled prefill is called: dense or dropped, chosen call by call."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from uniprefill_fx.config import OptionError
+from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
+from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.passes.analyze.outputs import Exposure
+from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.passes.node_utils import expression, is_op, is_selected, meta, shape
+from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
+from uniprefill_fx.passes.rewrite.split import Piece
+from uniprefill_fx.runtime.last_call import DroppedCall, Drops, LastCall, record
+from uniprefill_fx.runtime.overrides import Changed, arguments, changes
+from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
+from uniprefill_fx.torch_internals import mark_maybe_dynamic
+
+_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Prompts inside this context run dense, by the compilations that exist: nothing is compiled again."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+class LengthMarks:
+    """Marks the token axes of a graph's outputs as dynamic: a graph that takes them as inputs (the next decode step,
+    which reads the cache rows that this one wrote) is then traced for any length at once."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.axes: list[tuple[int, list[int]]] = []
+        outputs = gm.graph.output_node().args[0]
+        assert isinstance(outputs, tuple | list)
+        for i, node in enumerate(outputs):
+            value = meta(node) if isinstance(node, fx.Node) else None
+            if isinstance(value, torch.Tensor):
+                dims = [d for d, size in enumerate(value.shape) if expression(size).free_symbols]
+                self.axes += [(i, dims)] if dims else []
+
+    def __call__(self, outputs: Any) -> Any:
+        for i, dims in self.axes:
+            mark_maybe_dynamic(outputs[i], dims)
+        return outputs
+
+
+class Undropped:
+    """A graph that never drops: a decode step, a later chunk, or a prefill that stays dense and records why."""
+
+    def __init__(self, run: Callable[..., Any], marks: LengthMarks, prefill: bool, refusals: Sequence[Refusal]) -> None:
+        self.run, self.marks, self.prefill = run, marks, prefill
+        self.reason = refusals[-1] if refusals else None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.prefill:
+            record(LastCall(False, self.reason, None))
+        return self.marks(self.run(*args))
+
+
+class Prefill:
+    """A prefill that drops tokens when it pays and may: one dense graph, one chain of pieces.
+
+    Args:
+        plan: what the pieces do. after: the rewritten graph. steps: its pieces, with what runs each.
+        dense: the whole graph without drops. min_tokens: shorter prompts run `dense`.
+        sequence_ids: computes the plan's `sequence_ids` from the inputs. auto_blocks: the block size follows the
+        prompt.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        after: fx.GraphModule,
+        steps: Sequence[tuple[Piece, Callable[..., Any]]],
+        dense: CompiledPiece,
+        min_tokens: int,
+        sequence_ids: Callable[..., tuple[Tensor, ...]],
+        auto_blocks: bool = False,
+    ) -> None:
+        assert plan.count is not None
+        self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
+        self.interpreter: Callable[[fx.GraphModule, dict[str, Any]], Changed] = Changed  # of selections with changes
+        self.token_bounds, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
+        self.output = after.graph.output_node().args[0]
+        names = [n.name for n in self.inputs]
+        self.count_input = names.index(plan.count.name)
+        self.sequence_ids, self.auto_blocks = sequence_ids, auto_blocks
+        self.masks = [names.index(n.name) for n in plan.unpadded]
+        self.causal_buffers = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.causal_buffers]
+        self.padding = None if plan.padding is None else names.index(plan.padding.name)
+        self.batch = _size_input(dense.gm.graph, plan.batch)
+        self.released = _released(after.graph, steps)
+        self.marks = LengthMarks(dense.gm)
+        self.warned = self.warned_of_scores = False
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            token_bounds = self._token_bounds(args)
+        except RefusalError as error:
+            out = self.dense(*args)
+            columns, prompts = int(args[self.count_input]), self.batch(args)
+            record(
+                LastCall(
+                    False, error.refusal, prompts * columns, columns=columns, token_bounds=((0, columns),) * prompts
+                )
+            )
+        else:
+            out = self._drop(token_bounds, args)
+        return self.marks(out)
+
+    def _token_bounds(self, args: Sequence[Any]) -> Tensor:
+        """Where the tokens of each prompt lie.
+
+        Raises:
+            RefusalError: these prompts run dense.
+        """
+        columns = int(args[self.count_input])
+        if _disabled.get():
+            raise refuse(Category.DISABLED, "uniprefill_fx.disabled() is active", "leave the context to drop again")
+        if columns < self.min_tokens:
+            raise refuse(
+                Category.TOO_SHORT, f"{columns} tokens, min_tokens={self.min_tokens}", "lower min_tokens to drop here"
+            )
+        for index in self.masks:
+            if not bool(args[index].bool().all()):
+                raise refuse(Category.PADDING, "padding that not every attention masks", "pass prompts without padding")
+        for numbers in self.sequence_ids(*args):
+            if not bool((numbers == numbers[:, :1]).all()):
+                raise refuse(Category.PACKED, "position_ids restart: packed prompts", "pass prompts one by one")
+        for index, unchanged in self.causal_buffers:
+            if not unchanged(args[index]):
+                raise refuse(
+                    Category.MASK,
+                    "a buffer that was a causal mask when the model was compiled has other values now",
+                    "compile the model again if its mask is meant to change",
+                )
+        if self.padding is None:
+            return whole_token_bounds(self.batch(args), columns)
+        token_bounds = token_bounds_of(args[self.padding])
+        if self.plan.exposure is Exposure.NONE and bool((token_bounds[:, 1] < columns).any()):
+            raise refuse(
+                Category.PADDING,
+                "the last rows alone are asked for, and are padding",
+                "pad on the left, or ask for all logits (logits_to_keep=0)",
+            )
+        return token_bounds
+
+    def _drop(self, token_bounds: Tensor, args: Sequence[Any]) -> Any:
+        """Run the split graph node by node, releasing values after their last use."""
+        if self.plan.exposure is Exposure.ALL and not self.warned:
+            self.warned = True
+            warnings.warn(
+                "uniprefill: outputs of all positions were asked for. Positions of dropped tokens come from their "
+                "frozen states (full_logits='frozen'); pass logits_to_keep=1, or full_logits='dense' for exact ones.",
+                stacklevel=3,
+            )
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.token_bounds: token_bounds}
+        kept: list[tuple[Tensor, Tensor]] = []
+        changed = changes(int(args[self.count_input]), self.auto_blocks)
+        if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.shown) < self.plan.shown:
+            raise OptionError(
+                "last_n",
+                changed["last_n"],
+                f"{self.plan.shown} or more in this call",
+                "So many of the last rows are asked for, and fewer of them would be kept.",
+            )
+        spoiled: Refusal | None = None
+        for (piece, run), released in zip(self.steps, self.released, strict=True):
+            operands = [values[n] for n in piece.inputs]
+            for node in released:
+                del values[node]
+            if piece.selection and changed:
+                run = self.interpreter(piece.gm, arguments(changed, len(kept), len(self.plan.drops))).run
+            results = run(*operands)
+            del operands
+            values.update(zip(piece.outputs, results, strict=True))
+            if piece.selection:
+                scores, kept_indices, kept_bounds = (values[node] for node in _selected(piece))
+                if spoiled is None and _spoiled(scores, kept[-1][1] if kept else token_bounds, kept_bounds):
+                    spoiled = self._warn_of_scores(len(kept))
+                kept.append((kept_indices, kept_bounds))
+        layers = tuple(drop.attention.layer for drop in self.plan.drops)
+        drops = Drops(layers, self.plan.num_layers, token_bounds, tuple(kept))
+        record(DroppedCall(drops, spoiled, changed, int(args[self.count_input])))
+        return fx.node.map_arg(self.output, values.__getitem__)
+
+    def _warn_of_scores(self, ordinal: int) -> Refusal:
+        """The reason why a drop kept all rows of a prompt; the first time with a warning."""
+        reason = Refusal(
+            Category.SCORES,
+            "block scores that are not finite: NaN or infinity in its queries or keys",
+            "every token stayed there; look for an overflow (float16?) or broken weights",
+            self.plan.drops[ordinal].attention.layer,
+        )
+        if not self.warned_of_scores:
+            self.warned_of_scores = True
+            warnings.warn(f"uniprefill: {reason}", stacklevel=4)
+        return reason
+
+
+def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The scores of a piece, and the rows and the token_bounds that it selects."""
+    (scores,) = (n for n in piece.outputs if is_op(n, "score"))
+    parts = {n.args[1]: n for n in piece.outputs if is_selected(n)}
+    return scores, parts[0], parts[1]
+
+
+def _spoiled(scores: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether a request kept all of its rows because its scores are not finite.
+
+    before, after: (batch, 2) token_bounds on the CPU. The device is waited for only where a request lost nothing.
+    """
+    whole = (before[:, 1] - before[:, 0]) == (after[:, 1] - after[:, 0])
+    return bool(whole.any()) and not bool(torch.isfinite(scores).all())
+
+
+def _size_input(graph: fx.Graph, size: sympy.Expr) -> Callable[[Sequence[Any]], int]:
+    """How to read a size from the arguments of a graph; a number is itself."""
+    for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+        for d, own in enumerate(shape(node) or ()):
+            if own == size and not size.is_Integer:
+                return lambda args, i=i, d=d: int(args[i].shape[d])  # type: ignore[misc]
+    number = int(size)
+    return lambda args: number
+
+
+def _released(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:
+    """By step: the values that nothing reads after it."""
+    last: dict[fx.Node, int] = {}
+    for i, (piece, _) in enumerate(steps):
+        for node in piece.inputs:
+            last[node] = i
+    for node in graph.output_node().all_input_nodes:
+        last.pop(node, None)
+    return [[node for node, at in last.items() if at == i] for i in range(len(steps))]

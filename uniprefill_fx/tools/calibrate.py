@@ -1,0 +1,248 @@
+"""`calibrate()`: drop layers, and a p for each, from the user's own prompts under a budget of KL divergence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import tqdm
+
+from uniprefill_fx.api import options_for
+from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.runtime.last_call import LastCall, watched
+from uniprefill_fx.runtime.overrides import as_compiled, override
+from uniprefill_fx.runtime.prefill import disabled
+from uniprefill_fx.tools.isolated import isolated, takes
+
+log = logging.getLogger(__name__)
+
+GRID = (1.0, 0.999, 0.99, 0.975, 0.95, 0.9, 0.8, 0.7, 0.5)
+"""Values of p that are tried, mild ones first. 1.0 keeps everything: no drop at that layer."""
+
+POSITIONS = 16
+"""How many of the last positions of a prompt have their next-token distributions compared. They are never dropped."""
+
+PASSES = 3
+"""How often the layers are gone through, one step of the grid at a time, to use up the budget."""
+
+WORTHWHILE = 0.02
+"""A drop that removes less than this share of the prompt, on average, is left out: scoring costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found: `uniprefill_fx.compile(model, **found.options)`.
+
+    Attributes:
+        options: `drop_layers`, `p`, and the options that were given; fit for JSON.
+        kl: mean over prompts. worst_kl: of the prompt that differs most. max_kl: the budget.
+        compute_fraction: kept fraction, averaged over layers and prompts. kept: by drop layer, averaged over prompts.
+        runs: prefills that it took.
+    """
+
+    options: dict[str, Any]
+    kl: float
+    worst_kl: float
+    max_kl: float
+    compute_fraction: float
+    kept: dict[int, float] = field(default_factory=dict)
+    runs: int = 0
+
+    @property
+    def work(self) -> float:
+        """Deprecated: `compute_fraction`."""
+        warnings.warn("Calibration.work is called compute_fraction now", DeprecationWarning, stacklevel=2)
+        return self.compute_fraction
+
+    def save(self, path: str | Path) -> None:
+        """Write the options as JSON; `uniprefill_fx.compile(model, **json.load(file))` reads them."""
+        Path(path).write_text(json.dumps(self.options, indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':>5}  {'p':>6}  kept after it"]
+        for layer, p in zip(self.options["drop_layers"], self.options["p"], strict=True):
+            lines.append(f"{layer:>5}  {p:>6g}  {self.kept[layer]:.2f}")
+        lines.append(
+            f"KL {self.kl:.2g} (budget {self.max_kl:g}, worst prompt {self.worst_kl:.2g}), "
+            f"compute {self.compute_fraction:.2f} of dense"
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    kl: float
+    worst: float
+    compute_fraction: float
+    kept: dict[int, float]
+
+
+def calibrate(
+    model: Any,
+    prompts: Iterable[Tensor],
+    *,
+    max_kl: float = 0.01,
+    grid: Sequence[float] = GRID,
+    positions: int = POSITIONS,
+    **options: Any,
+) -> Calibration:
+    """Choose drop layers and a p for each, so that little is computed and the answers stay near the dense
+    ones.
+
+    Layers are taken from the last to the first, because dropping late costs least, and each gets the smallest p that
+    keeps KL within its share of the budget. What is left of the budget then goes to the earliest layers, which save
+    most. Every candidate is measured as a whole, on all prompts, by one compilation. An `override` around the call has
+    no part in it. A progress bar is shown (not with `transformers.utils.logging.disable_progress_bar()`).
+
+    Args:
+        model: a decoder; it stays as it is, compiled or not.
+        prompts: tensors (1, tokens) or (tokens,) int64, like those the model will get, with what makes them hard.
+        max_kl: budget for the mean KL divergence of next-token distributions from the dense model's, in nats.
+        grid: values of p to try, in (0, 1]. positions: how many of the last positions are compared.
+        options: as for `uniprefill_fx.compile`, but `p`; with `drop_layers`, only these are candidates.
+            `inner_backend` is "eager" unless given, and then not part of the result.
+
+    Raises:
+        OptionError: an unknown option or a bad value.
+        ValueError: no prompts, batches of them or too short ones, or a bad budget, grid or number of positions.
+        RuntimeError: nothing can be dropped, or a prompt ran dense, so nothing can be measured with it; the message
+            has the reason.
+    """
+    given = {name: value for name, value in options.items() if name != "p"}
+    merged = {"drop_layers": "all", "inner_backend": "eager", "min_tokens": 0} | given
+    config = PrefillConfig.from_options(options_for(model, merged) | {"selection": "top_p", "p": 1.0})
+    steps = sorted({1.0, *map(float, grid)}, reverse=True)
+    if not max_kl > 0 or steps[-1] <= 0 or steps[0] > 1 or not 1 <= positions <= config.last_n:
+        raise ValueError(
+            f"max_kl={max_kl}, grid={grid}, positions={positions}: wanted a positive budget, values of p in (0, 1], "
+            f"and between 1 and last_n={config.last_n} positions"
+        )
+    trial = _Trial(model, [_single(ids) for ids in prompts], config, positions)
+    layers = trial.layers
+    # At most: each layer a bisection of the grid, then single steps; and the result twice.
+    bar: Any = tqdm(total=len(layers) * (len(steps).bit_length() + PASSES) + 2, desc="calibrate", unit="trial")
+    chosen = [0] * len(layers)  # by candidate, an index into `steps`
+
+    def measure(at: Sequence[int]) -> _Measured:
+        bar.update()
+        return trial.measure([steps[i] for i in at])
+
+    with as_compiled(), contextlib.closing(bar):
+        for order, i in enumerate(reversed(range(len(layers)))):
+            share = max_kl * (order + 1) / len(layers)
+            low, high = 0, len(steps) - 1  # `low` is known to fit: it was measured, or it drops nothing
+            while low < high:
+                middle = (low + high + 1) // 2
+                fits = measure([*chosen[:i], middle, *chosen[i + 1 :]]).kl <= share
+                low, high = (middle, high) if fits else (low, middle - 1)
+            chosen[i] = low
+            log.info("calibrate: layer %d: p=%g", layers[i], steps[low])
+        for _ in range(PASSES):
+            before = chosen
+            for i in range(len(layers)):
+                more = [*chosen[:i], min(chosen[i] + 1, len(steps) - 1), *chosen[i + 1 :]]
+                if more != chosen and measure(more).kl <= max_kl:
+                    chosen = more
+            if chosen == before:
+                break
+        found = measure(chosen)
+        chosen = _worthwhile(chosen, [found.kept[layer] for layer in layers])
+        found = measure(chosen)
+        while found.kl > max_kl and any(chosen):  # leaving a drop out is milder, but later blocks are others then
+            chosen = [max(0, at - 1) for at in chosen]
+            found = measure(chosen)
+    return _result(layers, [steps[i] for i in chosen], found, max_kl, given, trial.runs)
+
+
+def _single(ids: Tensor) -> Tensor:
+    """(1, tokens) of (tokens,) or (1, tokens)."""
+    if not isinstance(ids, Tensor) or ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1):
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"a prompt is {got}: wanted a tensor of token ids, (tokens,) or (1, tokens)")
+    return ids.reshape(1, -1)
+
+
+def _worthwhile(chosen: Sequence[int], kept: Sequence[float]) -> list[int]:
+    """The choice without drops that remove next to nothing (index 0: no drop)."""
+    out, before = [], 1.0
+    for at, after in zip(chosen, kept, strict=True):
+        out.append(at if before - after >= WORTHWHILE else 0)
+        before = after if out[-1] else before
+    return out
+
+
+def _result(
+    layers: Sequence[int], ps: Sequence[float], found: _Measured, max_kl: float, given: dict[str, Any], runs: int
+) -> Calibration:
+    drops = {layer: p for layer, p in zip(layers, ps, strict=True) if p < 1.0}
+    if not drops:
+        log.warning("calibrate: no drop fits max_kl=%g; the options keep everything", max_kl)
+        drops = {layers[-1]: 1.0}
+    options = {name: value for name, value in given.items() if name not in ("drop_layers", "inner_backend")}
+    options |= {"drop_layers": list(drops), "p": list(drops.values())}
+    kept = {layer: found.kept[layer] for layer in drops}
+    return Calibration(options, found.kl, found.worst, max_kl, found.compute_fraction, kept, runs)
+
+
+class _Trial:
+    """One compilation with a drop at every candidate; p = 1 switches a drop off."""
+
+    def __init__(self, model: Any, prompts: Sequence[Tensor], config: PrefillConfig, positions: int) -> None:
+        if not prompts:
+            raise ValueError("calibrate needs at least one prompt")
+        for ids in prompts:
+            if ids.shape[1] <= positions:
+                raise ValueError(f"a prompt of {ids.shape[1]} tokens: wanted more than positions={positions}")
+        plans: list[Plan] = []
+        self.run: Callable[..., Any] = isolated(model, config, lambda done: plans.append(done.plan))
+        self.kwargs = {"logits_to_keep": positions} if takes(model, "logits_to_keep") else {}
+        self.prompts, self.positions, self.runs = prompts, positions, 0
+        self.dense: list[Tensor] = []
+        with disabled():
+            for ids in prompts:
+                self.dense.append(self._logprobs(ids)[0])
+        attention_nodes = [drop.attention.layer for plan in plans for drop in plan.drops]
+        if not attention_nodes:
+            reasons = [str(refusal) for plan in plans for refusal in plan.refusals]
+            raise RuntimeError("nothing can be dropped in this model: " + ("; ".join(reasons) or "no graph was traced"))
+        num_layers = max(plan.num_layers for plan in plans)
+        self.layers = sorted({layer for layer in attention_nodes if layer is not None and layer < num_layers - 1})
+        if not self.layers:
+            raise RuntimeError(f"a drop after layer {num_layers - 1} saves nothing: it is the last one")
+        self.last = [
+            layer for layer in sorted({s for s in attention_nodes if s is not None}) if layer not in self.layers
+        ]
+
+    def measure(self, ps: Sequence[float]) -> _Measured:
+        """All prompts with one p for each candidate layer."""
+        kls, fractions = [], []
+        kept = dict.fromkeys(self.layers, 0.0)
+        with override(p=[*ps, *([1.0] * len(self.last))]):
+            for ids, dense in zip(self.prompts, self.dense, strict=True):
+                logprobs, call = self._logprobs(ids)
+                if not call.dropped or call.tokens != ids.shape[1]:
+                    raise RuntimeError(f"a prompt of {ids.shape[1]} tokens ran dense: {call.reason}")
+                kls.append(float((dense.exp() * (dense - logprobs)).sum(-1).mean()))
+                fractions.append(call.compute_fraction)
+                for layer in self.layers:
+                    kept[layer] += len(call.kept_indices[layer]) / ids.shape[1] / len(self.prompts)
+        return _Measured(sum(kls) / len(kls), max(kls), sum(fractions) / len(fractions), kept)
+
+    @torch.inference_mode()
+    def _logprobs(self, ids: Tensor) -> tuple[Tensor, LastCall]:
+        """(positions, vocabulary) float64 log-probabilities of the last positions, and what the call did."""
+        out, call = watched(lambda: self.run(ids, **self.kwargs))
+        if call is None:
+            raise RuntimeError("the prompt ran past the backend: Dynamo gave up compiling the model")
+        self.runs += 1
+        logits = out if isinstance(out, Tensor) else out[0]
+        return logits[0, -self.positions :].double().log_softmax(-1).cpu(), call
