@@ -101,10 +101,11 @@ def block_sparse_attention(
         softcap: logits become softcap · tanh(logit / softcap), of keys and of means.
         sinks: `heads` elements: one more logit a head that takes part in the softmax and has no value.
         alpha: in [0, 1); 0 keeps every block, which is dense attention. block_size: 64 or 128 tokens.
-        parts: equal parts of a block that have a mean of their own in its energy: 1 as published, or 2, which finds more
-            of what is relevant for the same number of blocks.
+        parts: equal parts of a block that have a mean of their own in its energy: 1 as published, or 2, which finds
+            more of what is relevant in the same number of blocks.
         dtype: type of the operands of the products: that of the inputs, or "fp8": e4m3, keys and values with one scale
-            a batch row and kv head, queries with one a tile, weights times 2^8. Selection keeps the type of the inputs.
+            a batch row and kv head, queries with a power of two a tile, weights times 2^8. Selection keeps the type of
+            the inputs.
         tiles, energy_tiles: for measurements; usual ones otherwise.
 
     Returns:
@@ -117,9 +118,7 @@ def block_sparse_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_operands(q, k, v, sinks, token_bounds)
-    check_options(
-        scale, softcap, alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, dtype, q.device
-    )
+    check_options(scale, softcap, alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, dtype, q.device)
     result_dtype = q.dtype
     if triton.knobs.runtime.interpret and result_dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands

@@ -43,8 +43,8 @@ def _mean_of_rows(
 def _block_means_kernel(
     k, v, bounds, k_means, v_means, part_means, largest, tokens,
     k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
-    BOUNDS: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_PAD: tl.constexpr, BOUNDS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """A program takes one block of one kv head."""
     block, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

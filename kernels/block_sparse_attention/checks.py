@@ -16,7 +16,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, token_bounds: Tensor | None) -> None:
-    """Raise ValueError for tensors that block-sparse attention does not take; values on the device are not looked at."""
+    """Raise ValueError for tensors that are not taken; values on the device are not looked at."""
     check_device(q.device)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if (

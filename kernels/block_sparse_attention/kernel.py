@@ -142,9 +142,10 @@ def _block_sparse_attention_kernel(
 
     if FP8:
         most = tl.max(tl.max(tl.abs(q_tile.to(tl.float32)), 1), 0)
-        most = tl.where(most > 0.0, most, 1.0)
-        q_tile = (q_tile.to(tl.float32) * (448.0 / most)).to(tl.float8e4nv)
-        scale *= (most / 448.0) * (tl.load(largest + head) / 448.0)
+        # a power of two, so that rounding does not depend on how many rows the program holds
+        lifted = tl.exp2(tl.floor(tl.log2(448.0 / tl.where(most > 0.0, most, 1.0))))
+        q_tile = (q_tile.to(tl.float32) * lifted).to(tl.float8e4nv)
+        scale *= tl.load(largest + head) / (448.0 * lifted)
         start = head.to(tl.int32) * (blocks + tl.cdiv(blocks, 128) * (128 // BLOCK))
     elif not DESCRIBED:
         k += batch * k_batch_stride + kv_head * k_head_stride
@@ -216,9 +217,13 @@ def _block_sparse_attention_kernel(
     tl.store(out_rows[:, None] + v_dim[None, :], result.to(out.dtype.element_ty), mask=stored)
 
 
+def multiplies_by_warp_group(device: torch.device) -> bool:
+    """Whether matrix instructions take their operands from shared memory, as from Hopper on, and TMA is there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _usual_tiles(q: Tensor, v: Tensor, fp8: bool, described: bool) -> AttentionTiles:
-    wide = q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= (9, 0)
-    room = shared_memory(q.device)
+    wide, room = multiplies_by_warp_group(q.device), shared_memory(q.device)
     return attention_tiles(q.shape[3], v.shape[3], q.element_size(), fp8, described and wide, wide, room)
 
 
@@ -244,7 +249,7 @@ def attend_key_blocks(
     quantised: QuantisedBlocks | None,
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
-    """Attention over the kept blocks, and over the means of the others if `correction` (FlashPrefill V2, steps 5 and 6).
+    """Attention over kept blocks, and over the means of the others if `correction` (FlashPrefill V2, steps 5, 6).
 
     Args:
         q: (batch, heads, queries, head_dim), k: (batch, kv_heads, tokens, head_dim), v: (batch, kv_heads, tokens,

@@ -24,7 +24,7 @@ class _Tile:
     q: Tensor
     """(kv_heads, positions, group, head_dim)"""
     logits: Tensor
-    """(kv_heads, positions, group, keys), causal: -inf where a query does not see a key; those that the last one sees"""
+    """(kv_heads, positions, group, keys) of the keys that the last query sees, -inf where another does not"""
     mean_logits: Tensor
     """(kv_heads, positions, group, blocks)"""
     kept: Tensor
@@ -89,7 +89,9 @@ def _tiles(
             kept |= (block < sink_blocks) | (block > first // block_size - window_blocks)
             kept |= stop > length - last_tokens
             if fp8:
-                q_tile = _rounded(q_tile, _magnitude(q_tile, (1, 2, 3)))
+                most = _magnitude(q_tile, (1, 2, 3))
+                lifted = torch.exp2(torch.floor(torch.log2(FP8_MAX / torch.where(most > 0, most, 1.0))))
+                q_tile = (q_tile * lifted).to(torch.float8_e4m3fn).float() / lifted
             causal = (torch.arange(stop, device=q.device) <= at[:, None])[:, None]
             logits = logits_of(q_tile, read[0][:, :stop]).masked_fill(~causal, -math.inf)
             mean_logits = logits_of(q_tile, read[2][:, :visible])

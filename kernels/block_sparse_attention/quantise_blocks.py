@@ -76,7 +76,13 @@ def _quantise_blocks_kernel(
 
 
 def quantise_blocks(
-    k: Tensor, v: Tensor, k_means: Tensor, v_means: Tensor, token_bounds: Tensor | None, block_size: int, largest: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_means: Tensor,
+    v_means: Tensor,
+    token_bounds: Tensor | None,
+    block_size: int,
+    largest: Tensor,
 ) -> QuantisedBlocks:
     """Keys, values and means as e4m3 with one scale a batch row and kv head (FlashPrefill V2, step 6).
 
