@@ -1,0 +1,106 @@
+"""How the kernels of block-sparse attention cut up their work, and where a tile of queries lies in its request."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+TILE_ROWS = 128
+"""(query position, head of the group) pairs that share one selection: FlashPrefill V2's packed tile."""
+
+BLOCK_SIZES = (64, 128)
+
+MEANS_PAD = 128
+"""Columns of means in eight bits come in multiples of this, so that no load of them needs a mask."""
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """How the attention kernel cuts up a tile of queries. No field may depend on the sequence length."""
+
+    rows: int
+    """Rows of a tile of queries that a program holds: a power of two up to `TILE_ROWS`."""
+    keys: int
+    """Keys, or pseudo-keys, at a time: at most a block."""
+    warps: int
+    stages: int
+    """Blocks of keys and values in flight."""
+    registers: int | None = None
+    """Limit for a thread."""
+    descriptors: bool = False
+    """Whether the copy engine (TMA) reads keys and values, where it can."""
+
+
+@dataclass(frozen=True)
+class EnergyTiles:
+    """How the kernel of energies cuts up the means of a request's keys."""
+
+    rows: int
+    """Rows of a tile of queries at a time: a power of two up to `TILE_ROWS`."""
+    blocks: int
+    """Means at a time."""
+    warps: int
+    stages: int
+
+
+def attention_tiles(head_dim: int, v_dim: int, itemsize: int, fp8: bool, shared_memory: int) -> AttentionTiles:
+    """Tiles that fit in `shared_memory` bytes a program.
+
+    128 rows on 8 warps are two warp groups, each with the 64 rows of a Hopper matrix instruction. float32 operands are
+    multiplied as three products of TF32 and need twice the room.
+    """
+    widest = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim))
+    total = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_dim)
+    if fp8:
+        choices = [AttentionTiles(128, 128 if widest <= 128 else 64, 8, 3), AttentionTiles(64, 64, 4, 2)]
+        itemsize = 1
+    elif itemsize == 4:
+        choices = [AttentionTiles(64, 32, 4 if widest <= 128 else 8, 1), AttentionTiles(32, 32, 4, 1)]
+    else:
+        choices = [
+            AttentionTiles(128, 128 if widest <= 128 else 64, 8, 2),
+            AttentionTiles(64, 64, 4, 2),
+            AttentionTiles(32, 64, 4, 2),
+        ]
+    for tiles in choices:
+        loaded = (tiles.rows * widest + tiles.stages * tiles.keys * total) * itemsize
+        if loaded * (2 if itemsize == 4 else 1) <= shared_memory:
+            return tiles
+    return AttentionTiles(16, 16, 4, 1)
+
+
+def energy_tiles(head_dim: int, itemsize: int, shared_memory: int) -> EnergyTiles:
+    """Tiles that fit in `shared_memory` bytes a program, and leave room for several programs on a multiprocessor."""
+    dim = triton.next_power_of_2(head_dim)
+    if itemsize == 4:
+        choices = [EnergyTiles(32, 64, 4, 1), EnergyTiles(16, 64, 4, 1)]
+    else:
+        choices = [EnergyTiles(128, 64, 4, 1), EnergyTiles(64, 64, 4, 1)]
+    for tiles in choices:
+        loaded = (tiles.rows + tiles.blocks) * dim * itemsize
+        if loaded * (2 if itemsize == 4 else 1) <= shared_memory:
+            return tiles
+    return EnergyTiles(16, 16, 4, 1)
+
+
+@triton.jit
+def request_of(bounds, batch, tokens, BOUNDS: tl.constexpr):
+    """The first column of a request, and the number of its tokens."""
+    start, end = tl.full((), 0, tl.int32), tokens
+    if BOUNDS:
+        start, end = tl.load(bounds + 2 * batch), tl.load(bounds + 2 * batch + 1)
+    return start, end - start
+
+
+@triton.jit
+def positions_of_tile(start, length, tile, queries, tokens, POSITIONS: tl.constexpr):
+    """[first, stop): the positions in the request of the queries of a tile; none where stop <= first.
+
+    The queries are the last of the tokens; tiles are counted from the first query of the request.
+    """
+    first = tl.maximum(tokens - queries - start, 0) + tile * POSITIONS
+    return first, tl.minimum(first + POSITIONS, length)
