@@ -15,7 +15,7 @@ from torch import Tensor
 import uniprefill_fx.lowering.cuda  # noqa: F401  registers what the op runs on CUDA
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.position_attention.naive import position_attention_reference
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 BLOCK = 64
 ALLOWED = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}

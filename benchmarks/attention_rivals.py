@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.ops.attention import attention_reference
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 Run = Callable[[], Tensor]
 FLEX_BLOCK = 128

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from uniprefill_fx.kernels.common import check_device
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
 MAX_HEAD_DIM = 256

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 
 @dataclass(frozen=True)

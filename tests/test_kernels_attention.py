@@ -14,7 +14,7 @@ from triton_worker import Run
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.position_attention.naive import position_attention_reference
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 5e-6}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

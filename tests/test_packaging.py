@@ -6,6 +6,7 @@ pip makes the environments to build in, so these tests need what `pip install .`
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -29,9 +30,20 @@ def run(*command: str, **options: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: what an earlier build left beside the package would get into the wheel."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("uniprefill_fx", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(checkout))
     return next(folder.glob("*.whl"))
 
 
@@ -50,11 +62,11 @@ def test_installed_it_brings_no_package_named_kernels(wheel: Path, tmp_path: Pat
     assert Path(found[0]).is_relative_to(site) and found[1:] == ["False", "None"]
 
 
-def test_a_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_a_source_distribution_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     isolated = ["-m", "pip", "install", "--quiet", "--target", str(tmp_path / "tools"), "setuptools>=77"]
     run(sys.executable, *isolated)
     environment = dict(os.environ, PYTHONPATH=str(tmp_path / "tools"))
-    run(sys.executable, "-c", BUILD, str(tmp_path), cwd=ROOT, env=environment)
+    run(sys.executable, "-c", BUILD, str(tmp_path), cwd=checkout, env=environment)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import uniprefill_fx
-from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.analyze import attention_nodes
 from uniprefill_fx.passes.attention_node import AttentionNode, Layout
+from uniprefill_fx.specs import AttentionSpec
 
 HEADS, KV_HEADS, DIM, WIDTH, LAYERS, TOKENS = 4, 2, 16, 48, 4, 300
 OPTIONS: dict[str, Any] = {

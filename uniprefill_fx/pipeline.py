@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import fx
 
-from uniprefill_fx import frontends, tracelog
+from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.lowering.devices import check_score_dtype
 from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
 from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
+from uniprefill_fx.passes import trace_log
 from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens, reason_from_outside
 from uniprefill_fx.passes.analyze.plan import Plan, make_plan
@@ -172,7 +173,7 @@ def compile_graph(
         c.run = Undropped(compile_whole(c.inner, _lowered(c), inputs), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
     for refusal in c.plan.refusals if c.plan.prefill else ():
         log.info("stays dense: %s", refusal)
-    tracelog.note(c.plan, c.after, c.seconds)
+    trace_log.note(c.plan, c.after, c.seconds)
     if observer is not None:
         observer(c)
     return c.run

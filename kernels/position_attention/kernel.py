@@ -21,7 +21,7 @@ from torch import Tensor
 from uniprefill_fx.kernels.checks import check_attention
 from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 
 @triton.jit

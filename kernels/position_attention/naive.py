@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 
 def position_attention_reference(

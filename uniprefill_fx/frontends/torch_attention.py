@@ -10,12 +10,12 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.frontends.explicit_attention import read_explicit_attention
-from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.analyze.attention_nodes import register_reader
 from uniprefill_fx.passes.analyze.latent_kv import latent_kv
 from uniprefill_fx.passes.analyze.masks.kinds import MaskKind, classify
 from uniprefill_fx.passes.attention_node import AttentionNode, CachedKeys
 from uniprefill_fx.passes.node_utils import decoder_layer, expression, is_op, meta, module_path, name_of, shape
+from uniprefill_fx.specs import AttentionSpec
 
 
 @register_reader

@@ -15,7 +15,7 @@ from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK, has
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
 from uniprefill_fx.ops import attention, score, select
-from uniprefill_fx.ops.spec import AttentionSpec
+from uniprefill_fx.specs import AttentionSpec
 
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
 

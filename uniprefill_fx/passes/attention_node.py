@@ -14,8 +14,8 @@ import sympy
 from torch import fx
 
 from uniprefill_fx.errors import Refusal
-from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.node_utils import meta, shape
+from uniprefill_fx.specs import AttentionSpec
 
 
 @dataclass(frozen=True)

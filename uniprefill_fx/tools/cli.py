@@ -25,10 +25,10 @@ from torch import Tensor
 import uniprefill_fx
 from uniprefill_fx.config import OptionError
 from uniprefill_fx.errors import StrictError
+from uniprefill_fx.passes.trace_log import decisions
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.tools.cli_inputs import Subject, UserError, load, say
 from uniprefill_fx.tools.isolated import unwrapped
-from uniprefill_fx.tracelog import decisions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

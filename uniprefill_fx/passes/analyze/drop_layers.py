@@ -11,10 +11,10 @@ from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
-from uniprefill_fx.ops.spec import DropSpec
 from uniprefill_fx.passes.analyze.decoder_end import in_layers, layers_root
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import decoder_layer
+from uniprefill_fx.specs import DropSpec
 
 SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
 

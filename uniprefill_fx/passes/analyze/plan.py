@@ -14,7 +14,6 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
-from uniprefill_fx.ops.spec import DropSpec
 from uniprefill_fx.passes.analyze.attention_nodes import token_count
 from uniprefill_fx.passes.analyze.batch import mixed_along
 from uniprefill_fx.passes.analyze.decoder_end import check_decoder_end
@@ -26,6 +25,7 @@ from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_ad
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import decoder_layer, expression, meta, name_of, peel, shape, token_dims
+from uniprefill_fx.specs import DropSpec
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.attention_node import AttentionNode, Layout
 from uniprefill_fx.passes.node_utils import autocast, meta
+from uniprefill_fx.specs import AttentionSpec
 
 
 def attention_operands(graph: fx.Graph, attention: AttentionNode, values: Sequence[Any]) -> list[fx.Node]:

@@ -31,7 +31,6 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.ops.cache import NEVER
-from uniprefill_fx.ops.spec import AttentionSpec
 from uniprefill_fx.passes.analyze.batch import request_dim
 from uniprefill_fx.passes.analyze.drop_levels import Move
 from uniprefill_fx.passes.analyze.plan import Plan
@@ -40,6 +39,7 @@ from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, token_dims
 from uniprefill_fx.passes.rewrite.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands
+from uniprefill_fx.specs import AttentionSpec
 
 ops = torch.ops.uniprefill
 
