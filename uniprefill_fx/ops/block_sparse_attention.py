@@ -9,7 +9,7 @@ from torch import Tensor
 
 from uniprefill_fx.kernels.block_sparse_attention.naive import block_sparse_attention_naive
 from uniprefill_fx.ops.attention import attention_reference
-from uniprefill_fx.ops.spec import AttentionSpec, SparseSpec
+from uniprefill_fx.specs import AttentionSpec, SparseSpec
 
 
 @torch.library.custom_op("uniprefill::block_sparse_attention", mutates_args=())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal
-from uniprefill_fx.ops.spec import SparseSpec
+from uniprefill_fx.specs import SparseSpec
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import meta
 
@@ -50,8 +50,6 @@ def _reason(attention: AttentionNode) -> Refusal | None:
     assert spec is not None
     if spec.bias is not None or attention.alibi is not None:
         return _refusal("a bias of the attention logits by position (alibi)")
-    if spec.sequence_ids is not None:
-        return _refusal("prompts that may be packed in a row")
     if max(attention.head_dim, attention.v_dim) > MAX_HEAD_DIM:
         return _refusal(f"heads {max(attention.head_dim, attention.v_dim)} wide, where {MAX_HEAD_DIM} is the most")
     if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
