@@ -51,10 +51,9 @@ def harness(model: Any, tokenizer: Any, max_length: int) -> tuple[Any, Seen]:
 
     class Watched(HFLM):
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-            before = uniprefill_fx.last_call()
-            out = super()._model_generate(*args, **kwargs)
-            call = uniprefill_fx.last_call()
-            if call is None or call is before:
+            generate = super()._model_generate
+            out, call = uniprefill_fx.watched(lambda: generate(*args, **kwargs))
+            if call is None:
                 raise RuntimeError("a prompt ran past the backend: Dynamo gave up compiling the model")
             seen.note(call)
             return out

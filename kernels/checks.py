@@ -7,16 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from uniprefill_fx.kernels.common import check_device
+from uniprefill_fx.kernels.common import check_device, shared_memory
+from uniprefill_fx.kernels.tiles import Tiles, attention_tiles, fit_attention, fit_scores, score_tiles
 from uniprefill_fx.specs import AttentionSpec
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
 MAX_HEAD_DIM = 256
 
 
-def has_tiles(q: Tensor, block_size: int) -> bool:
-    """Whether a block of unrounded keys fits in a tile; float32 ones are multiplied in three parts."""
-    return q.dtype != torch.float32 or q.shape[3] <= 128 or block_size <= 64
+def has_tiles(q: Tensor, block_size: int, fp8: bool) -> bool:
+    """Whether a block of keys fits in a tile of `block_scores`; float32 ones are multiplied in three parts."""
+    return score_tiles(q.shape[-1], q.element_size(), fp8, block_size, shared_memory(q.device)) is not None
 
 
 def check_scores(
@@ -50,8 +51,6 @@ def check_scores(
         raise ValueError(f"strides of q {q.stride()}, of k {k.stride()}: wanted 1 in the last dimension")
     if not MIN_BLOCK <= block_size <= MAX_BLOCK:
         raise ValueError(f"block_size {block_size}: wanted {MIN_BLOCK} to {MAX_BLOCK}")
-    if dtype == "input" and not has_tiles(q, block_size):
-        raise ValueError(f"float32 with head_dim {q.shape[3]}: wanted block_size up to 64 (shared memory)")
     if last_n < 1:
         raise ValueError(f"last_n {last_n}: wanted at least 1")
     if not 0.0 < scale < math.inf or (softcap is not None and not 0.0 < softcap < math.inf):
@@ -60,6 +59,36 @@ def check_scores(
         raise ValueError(f"sinks of shape {tuple(sinks.shape)} on {sinks.device}: wanted {q.shape[1]} on {q.device}")
     if dtype not in ("input", "fp8"):
         raise ValueError(f"dtype {dtype!r}: wanted 'input' or 'fp8'")
+
+
+def tiles_for_scores(q: Tensor, dtype: str, block_size: int, tiles: Tiles | None = None) -> Tiles:
+    """The tiles of a `block_scores` call, those that were asked for if any; ValueError if they do not compile."""
+    limit, shape = shared_memory(q.device), (q.shape[-1], q.element_size(), dtype == "fp8", block_size)
+    chosen = tiles or score_tiles(*shape, limit)
+    if chosen is None or not fit_scores(chosen, *shape, limit):
+        raise ValueError(
+            f"{q.dtype}, head_dim {shape[0]}, block_size {block_size}, {tiles or 'any tiles'}: too much for {limit} "
+            "bytes of shared memory and the registers of a program; wanted a smaller block_size or smaller tiles"
+        )
+    return chosen
+
+
+def tiles_for_attention(q: Tensor, v: Tensor, spec: AttentionSpec, groups: int, tiles: Tiles | None = None) -> Tiles:
+    """The tiles of a `position_attention` call, those that were asked for if any; ValueError if they do not compile.
+
+    groups: heads that read the same keys.
+    """
+    limit, shape = shared_memory(q.device), (q.shape[3], v.shape[3], q.element_size())
+    shared = 1 if spec.bias is not None else groups  # heads with a bias of their own do not share a tile
+    chosen = tiles or attention_tiles(*shape, q.shape[2], shared, spec.window, limit)
+    if chosen is None or not fit_attention(chosen, *shape, limit):
+        raise ValueError(
+            f"{q.dtype}, head_dim {shape[0]}, v_dim {shape[1]}, {tiles or 'any tiles'}: too much for {limit} bytes of "
+            "shared memory and the registers of a program; wanted narrower heads or smaller tiles"
+        )
+    if shared % chosen.heads:
+        raise ValueError(f"{chosen.heads} heads in a tile, groups of {groups}: wanted a divisor; 1 with a bias")
+    return chosen
 
 
 def check_attention(

@@ -1,8 +1,6 @@
 """Compiles what a wrapper would launch, for a GPU that is not there: its machine code, or the error of the compiler.
 
-The wrapper runs on CPU tensors and believes that they lie on such a GPU; each launch compiles and runs nothing. Meant
-for a process of its own (`sweep` in a spawned worker): where Triton interprets, or holds another driver, nothing would
-be compiled.
+The wrapper runs on CPU tensors and believes that they lie on such a GPU; each launch compiles and runs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from uniprefill_fx.kernels import common
+from uniprefill_fx.kernels import checks, common
 
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 """Bytes of shared memory that a program may use, by compute capability (CUDA programming guide, table of limits)."""
@@ -59,7 +57,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # Triton keeps what it compiled, and for what, by the number of the device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -95,7 +93,8 @@ def compiling_for(capability: int) -> Iterator[list[Machine]]:
             (JITFunction, "run", compile_only),
             (triton.runtime.driver, "_active", _Driver(capability)),
             (common, "check_device", lambda device: None),
-            (common, "shared_memory", lambda device: SHARED_MEMORY[capability]),
+            (checks, "check_device", lambda device: None),
+            (checks, "shared_memory", lambda device: SHARED_MEMORY[capability]),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         yield found

@@ -1,9 +1,13 @@
-"""Where the needle checkpoints are, and prompts for them."""
+"""Where the needle checkpoints are, and prompts for them.
+
+One of them is part of the repository (`examples/`), so that the core of the suite runs on a fresh clone. The others are
+looked for in the folder UNIPREFILL_CHECKPOINTS, or in `shared/checkpoints` beside the repository.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,9 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = Path(os.environ.get("UNIPREFILL_CHECKPOINTS") or ROOT.parent / "shared" / "checkpoints")
+BOS, KEY, VAL, QUERY, ANS, SEP = 1, 2, 3, 4, 5, 6  # the ids of a prompt, as `examples/needle_prompts.py` has them
+FIRST_NOISE, FIRST_SYMBOL, VOCABULARY = 16, 256, 512
+FACTS, QUESTIONS, FACT_TOKENS = 4, 2, 8
 NAMES = ("needle-llama", "needle-gemma3", "needle-qwen3-next")
 FULL_LAYERS: dict[str, tuple[int, ...]] = {
     "needle-llama": tuple(range(8)),
@@ -25,11 +32,22 @@ AUTO_LAYERS: dict[str, tuple[int, ...]] = {"needle-llama": (3,), "needle-gemma3"
 TWO_LAYERS: dict[str, tuple[int, ...]] = {"needle-llama": (2, 5), "needle-gemma3": (2, 5), "needle-qwen3-next": (3, 7)}
 
 
+def _found(name: str) -> Path | None:
+    places = (place / name for place in (CHECKPOINTS, ROOT / "examples"))
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def at_hand(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of some checkpoints that are here; if none is, the repository's own."""
+    return tuple(name for name in names if _found(name) is not None) or ("needle-gemma3",)
+
+
 def folder(name: str) -> Path:
     """The folder of a checkpoint; the test is skipped without it."""
-    if not (CHECKPOINTS / name / "config.json").is_file():
-        pytest.skip(f"no checkpoint {name} (set UNIPREFILL_CHECKPOINTS to their folder)")
-    return CHECKPOINTS / name
+    found = _found(name)
+    if found is not None:
+        return found
+    pytest.skip(f"no checkpoint {name} (set UNIPREFILL_CHECKPOINTS to their folder)")
 
 
 def fresh(name: str, attention: str = "sdpa") -> Any:
@@ -46,11 +64,22 @@ def stock(name: str) -> Any:
 
 @cache
 def _needles(length: int, seed: int) -> Tensor:
-    source = importlib.util.spec_from_file_location("needle_generator", CHECKPOINTS / "generator.py")
-    assert source is not None and source.loader is not None
-    generator = importlib.util.module_from_spec(source)
-    source.loader.exec_module(generator)
-    return generator.needle_batch(1, length, pairs=4, queries=2, seed=seed)[0]
+    """Four facts `KEY k VAL v1 v2 v3 v4 SEP` in noise, and at the end two of them as `QUERY k ANS v1 v2 v3 v4 SEP`."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_NOISE, FIRST_SYMBOL, (1, length), generator=random)
+    ids[0, 0] = BOS
+    keys = FIRST_SYMBOL + torch.randperm(VOCABULARY - FIRST_SYMBOL, generator=random)[:FACTS]
+    values = torch.randint(FIRST_SYMBOL, VOCABULARY, (FACTS, 4), generator=random)
+    end = length - FACT_TOKENS * QUESTIONS
+    places = torch.randperm((end - FACT_TOKENS) // FACT_TOKENS, generator=random)[:FACTS]
+    for key, value, place in zip(keys.tolist(), values.tolist(), places.tolist(), strict=True):
+        start = 1 + FACT_TOKENS * place
+        ids[0, start : start + FACT_TOKENS] = torch.tensor([KEY, key, VAL, *value, SEP])
+    for i, fact in enumerate(torch.randperm(FACTS, generator=random)[:QUESTIONS].tolist()):
+        start = end + FACT_TOKENS * i
+        question = [QUERY, int(keys[fact]), ANS, *values[fact].tolist(), SEP]
+        ids[0, start : start + FACT_TOKENS] = torch.tensor(question)
+    return ids
 
 
 def needle_ids(length: int, seed: int = 3) -> Tensor:

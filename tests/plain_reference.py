@@ -51,7 +51,7 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self.fused(*args, **(kwargs or {}))
-        if func in SOFTMAXES:
+        if func in SOFTMAXES and args[0].shape[-2:] == (self.tokens, self.tokens):
             return self.weights(args[0])
         if func is F.multi_head_attention_forward:  # inside a function of torch, this mode is off
             with patch.multiple(F, scaled_dot_product_attention=self.fused, softmax=lambda x, dim: self.weights(x)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import NAMES, TWO_LAYERS, needle_ids
+from checkpoints import NAMES, TWO_LAYERS, at_hand, needle_ids
 from eager_reference import DropSpec, EagerReference, PrefillResult
 from exactness import SHARP, Case, Compiled, assert_differs, assert_near
 from tiny import LLAMA, tiny_gemma3, tiny_llama, token_ids
@@ -21,7 +21,10 @@ CASES = [Case(name, DropSpec(TWO_LAYERS[name], p=(0.9, 0.8), **SHARP), label="ba
 CHECKPOINTS = pytest.mark.parametrize("compiled", CASES, indirect=True, ids=str)
 HYBRID_FIRST = pytest.mark.parametrize(  # the other checkpoints are slow tests
     "compiled",
-    [pytest.param(c, id=str(c), marks=() if "qwen3" in c.name else pytest.mark.slow) for c in CASES],
+    [
+        pytest.param(c, id=str(c), marks=() if c.name in at_hand(["needle-qwen3-next"]) else pytest.mark.slow)
+        for c in CASES
+    ],
     indirect=True,
 )
 

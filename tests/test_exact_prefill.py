@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoints import AUTO_LAYERS, FULL_LAYERS, NAMES, TWO_LAYERS, needle_ids
+from checkpoints import AUTO_LAYERS, FULL_LAYERS, NAMES, TWO_LAYERS, at_hand, needle_ids
 from eager_reference import DropSpec
 from exactness import SHARP, Case, Compiled, assert_differs, assert_dropped, assert_near, assert_same_rows
 
@@ -19,9 +19,10 @@ def cases(
     quick: tuple[str, ...] = NAMES,
     **spec: Any,
 ) -> Any:
-    """One case a checkpoint; those that are not `quick` are slow tests."""
+    """One case a checkpoint; those that are not `quick`, or stand in for them, are slow tests."""
     made = [Case(name, DropSpec(layers[name], **spec), extra or {}, label) for name in NAMES]
-    slow = [() if case.name in quick else pytest.mark.slow for case in made]
+    here = at_hand(quick)
+    slow = [() if case.name in here else pytest.mark.slow for case in made]
     values = [pytest.param(case, marks=mark, id=str(case)) for case, mark in zip(made, slow, strict=True)]
     return pytest.mark.parametrize("compiled", values, indirect=True)
 

@@ -291,9 +291,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": ({"sinks": torch.zeros(3)}, r"sinks of shape \(3,\)"),
     "token_bounds": ({"token_bounds": torch.tensor([[0, 8]])}, r"token_bounds is torch\.int64"),
     "requests": ({"token_bounds": torch.zeros(2, 2, dtype=torch.int32)}, r"\(2, 2\): wanted int32, \(1, 2\)"),
+    "registers": (
+        {"tiles": Tiles(512, 128, 8, 1, registers=128)},
+        r"block_size 16, Tiles\(keys=512.*too much for \d+ bytes of shared memory and the registers",
+    ),
     "shared memory": (
         {"q": torch.zeros(1, 2, 8, 160), "k": torch.zeros(1, 2, 8, 160), "block_size": 128},
-        "wanted block_size up to 64",
+        r"float32, head_dim 160, block_size 128, any tiles: too much for \d+ bytes of shared memory",
     ),
 }
 

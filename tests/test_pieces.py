@@ -21,9 +21,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 
 import uniprefill_fx
-from uniprefill_fx.lowering.metadata import is_static
 from uniprefill_fx.lowering.pieces import MAX_VARIANTS, CompiledPiece
 from uniprefill_fx.lowering.structure import structure
+from uniprefill_fx.torch_internals import is_static_input
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -174,7 +174,9 @@ def test_alignment_of_weights_is_guarded() -> None:
     x, aligned, shifted = torch.randn(7, 6), torch.randn(6, 6), torch.randn(37)[1:].view(6, 6)
     for w in (aligned, shifted, aligned):
         names = run.gm.graph.find_nodes(op="placeholder")
-        values = [7 if isinstance(n.meta["example_value"], torch.SymInt) else w if is_static(n) else x for n in names]
+        values = [
+            7 if isinstance(n.meta["example_value"], torch.SymInt) else w if is_static_input(n) else x for n in names
+        ]
         assert torch.equal(run(*values)[0], x @ w)
     assert len(inner.graphs) == 2
 
@@ -308,7 +310,7 @@ def test_weights_are_static_inputs() -> None:
     assert sum(n for n, _ in counts) == sum(m for _, m in counts)
     # every weight is in one of the two pieces; a rotary buffer that the model does not read is in none
     assert weights - 1 <= sum(n for n, _ in counts) <= weights
-    marked = [sum(is_static(n) for n in gm.graph.find_nodes(op="placeholder")) for gm in captured.graphs]
+    marked = [sum(is_static_input(n) for n in gm.graph.find_nodes(op="placeholder")) for gm in captured.graphs]
     assert marked == [n for n, _ in counts]
 
 

@@ -7,7 +7,7 @@ refers to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         return self.head(F.layer_norm(x, (WIDTH,))[-1:])
 
 
-def reference(model: Decoder, ids: Tensor, kept: dict[int, Tensor]) -> tuple[Tensor, dict[int, list[Tensor]]]:
+def reference(model: Decoder, ids: Tensor, kept: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, list[Tensor]]]:
     """Eager, on the rows that are kept after each layer; independent of the package."""
     x, positions, stored = model.embed(ids), torch.arange(len(ids)), {}
     for layer in range(LAYERS):

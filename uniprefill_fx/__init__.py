@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from uniprefill_fx.config import OptionError, PrefillConfig
     from uniprefill_fx.errors import CompactCacheError, StrictError
     from uniprefill_fx.frontends.mixers import register_mixer
-    from uniprefill_fx.runtime.last_call import LastCall, last_call
+    from uniprefill_fx.runtime.last_call import LastCall, last_call, watched
     from uniprefill_fx.runtime.overrides import override
     from uniprefill_fx.runtime.prefill import disabled
     from uniprefill_fx.tools.calibrate import Calibration, calibrate
@@ -33,6 +33,7 @@ _HOME = {
     "LastCall": "runtime.last_call",
     "register_mixer": "frontends.mixers",
     "PrefillConfig": "config",
+    "watched": "runtime.last_call",
     "OptionError": "config",
     "CompactCacheError": "errors",
     "StrictError": "errors",
@@ -52,6 +53,7 @@ __all__ = [
     "last_call",
     "override",
     "register_mixer",
+    "watched",
 ]
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.frontends import gating
+from uniprefill_fx.lowering.devices import runs_kernels
 from uniprefill_fx.pipeline import Compilation, compile_graph
 from uniprefill_fx.runtime.lost_generate import warn_of_lost_generate
 
@@ -34,6 +34,6 @@ def uniprefill(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
 
 setattr(uniprefill, gating.OURS, True)
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+if runs_kernels():
     importlib.import_module("uniprefill_fx.lowering.cuda")
 warn_of_lost_generate()

@@ -155,7 +155,8 @@ class PrefillConfig:
     """How many of the first tokens are always kept."""
 
     drop_layers: Literal["auto", "all", "none"] | tuple[int, ...] = "auto"
-    """Decoder layers after whose attention tokens are dropped: "auto" (`auto_drop_layers`), "all", "none", or indices."""
+    """Decoder layers after whose attention tokens are dropped: "auto" (`auto_drop_layers`), "all", "none", or
+    indices."""
 
     window: Literal["position", "index"] = "position"
     """What a sliding window counts after a drop: original positions, or, as the public reference does, kept rows."""

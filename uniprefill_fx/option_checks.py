@@ -161,7 +161,9 @@ def sparse_layers(option: str, value: object) -> str | tuple[int, ...]:
     """ "auto", "all", or different decoder layer indices in any order."""
     found = drop_layers(option, value)
     if found == "none":
-        raise OptionError(option, value, "'auto', 'all', or a list of layers", "attention='dense' computes every block.")
+        raise OptionError(
+            option, value, "'auto', 'all', or a list of layers", "attention='dense' computes every block."
+        )
     return tuple(sorted(found)) if isinstance(found, tuple) else found
 
 

@@ -98,8 +98,8 @@ class SparseSpec:
 
     Attributes:
         alpha: a block is computed where its energy is at least this fraction of the tile's highest; 0: every block.
-        block_size: tokens a block. sink_blocks, window_blocks: how many first blocks, and blocks up to a query's own, are
-            computed in any case. last_tokens: the last queries, which see every block.
+        block_size: tokens a block. sink_blocks, window_blocks: how many first blocks, and blocks up to a query's own,
+            are computed in any case. last_tokens: the last queries, which see every block.
         correction: whether a block that is left out takes part as one key. fp8: whether products are of e4m3 numbers.
         min_tokens: with fewer rows every block is computed.
     """
@@ -120,9 +120,8 @@ class SparseSpec:
     @classmethod
     def of_numbers(cls, row: Sequence[float]) -> SparseSpec:
         """What `numbers` was made from."""
-        alpha, *rest = row
-        sizes = [int(number) for number in rest]
-        return cls(alpha, *sizes[:4], bool(sizes[4]), bool(sizes[5]), sizes[6])
+        alpha, block_size, sink, window, last, correction, fp8, least = row
+        return cls(alpha, int(block_size), int(sink), int(window), int(last), bool(correction), bool(fp8), int(least))
 
 
 @dataclass(frozen=True)

@@ -91,14 +91,15 @@ def backend_error(error: BaseException) -> BaseException | None:
 
 
 def mark_maybe_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
-    """Ask for symbolic sizes where Dynamo next traces this tensor; whether any dimension was not marked before.
+    """Ask for symbolic sizes where Dynamo next traces this tensor; whether that is news: a mark was added.
 
     Relies on `torch._dynamo.maybe_mark_dynamic` (a wish: what must be a number becomes one), which keeps the marks
-    in the tensor's attribute `_dynamo_weak_dynamic_indices`.
+    in the tensor's attribute `_dynamo_weak_dynamic_indices`. Since torch 2.15 it leaves out what `mark_dynamic` marked.
     """
-    before: set[int] = set(getattr(tensor, "_dynamo_weak_dynamic_indices", ()))
+    marks = [set(getattr(tensor, "_dynamo_weak_dynamic_indices", ()))]
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
-    return bool(set(dims) - before)
+    marks.append(set(getattr(tensor, "_dynamo_weak_dynamic_indices", ())))
+    return marks[0] != marks[1]
 
 
 def is_static_input(placeholder: fx.Node) -> bool:

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from uniprefill_fx.kernels.checks import check_scores
+from uniprefill_fx.kernels.checks import check_scores, tiles_for_scores
 from uniprefill_fx.kernels.common import bounds_of, check_bounds, on_device, tanh
-from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile, default_tiles
+from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile
 
 MIN_PROGRAMS = 512  # a few for each multiprocessor of the largest cards
 
@@ -223,7 +223,7 @@ def block_scores(
         dtype: type of the operands of q·kᵀ: that of the inputs, or "fp8": e4m3, with one scale for each tile of
             queries and of keys. Accumulation, exponentials and sums are float32 either way.
         sinks: `heads` elements: one more logit a head that takes part in the softmax and belongs to no block.
-        tiles: for measurements; `default_tiles` otherwise.
+        tiles: for measurements; `score_tiles` otherwise.
 
     Returns:
         (batch, ceil(columns / block_size)) float32, attention mass (a row sums to heads × queries, less what the sinks
@@ -234,11 +234,11 @@ def block_scores(
     """
     check_scores(q, k, scale, last_n, block_size, softcap, dtype, sinks)
     check_bounds(token_bounds, q.shape[0], q.device)
+    tiles = tiles_for_scores(q, dtype, block_size, tiles)
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         q, k = q.float(), k.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
     (batch, heads, columns, head_dim), kv_heads = q.shape, k.shape[1]
     groups, fp8 = heads // kv_heads, dtype == "fp8"
-    tiles = tiles or default_tiles(head_dim, q.element_size(), groups * last_n, fp8)
     block_pad, dim_pad = triton.next_power_of_2(block_size), max(16, triton.next_power_of_2(head_dim))
     blocks_a_tile, blocks = blocks_of_a_tile(tiles, block_size), triton.cdiv(columns, block_size)
     key_tiles, row_tiles = triton.cdiv(blocks, blocks_a_tile), triton.cdiv(groups * last_n, tiles.rows)

@@ -41,7 +41,7 @@ def block_scores_reference(
         n = min(last_n, length)
         queries, keys = q[r, :, end - n : end].to(sums), k[r, :, start:end].to(sums)
         if dtype == "fp8" and length:
-            queries, keys = _rounded(queries, keys, last_n, block_size, q.element_size(), tiles)
+            queries, keys = _rounded(queries, keys, last_n, block_size, tiles)
         hidden = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
         mass = torch.zeros(length, dtype=sums, device=q.device)
         for own in torch.arange(heads, device=q.device).split(max(1, LOGITS // max(1, n * length))):
@@ -61,15 +61,14 @@ def block_scores_reference(
     return scores
 
 
-def _rounded(
-    queries: Tensor, keys: Tensor, last_n: int, block_size: int, itemsize: int, tiles: Tiles | None
-) -> tuple[Tensor, Tensor]:
+def _rounded(queries: Tensor, keys: Tensor, last_n: int, block_size: int, tiles: Tiles | None) -> tuple[Tensor, Tensor]:
     """The (heads, n, head_dim) queries and (kv_heads, tokens, head_dim) keys of a request, as e4m3 holds them."""
-    from uniprefill_fx.kernels.tiles import blocks_of_a_tile, default_tiles
+    from uniprefill_fx.kernels.checks import tiles_for_scores
+    from uniprefill_fx.kernels.tiles import blocks_of_a_tile
 
     (heads, n, head_dim), kv_heads = queries.shape, keys.shape[0]
     groups = heads // kv_heads
-    tiles = tiles or default_tiles(head_dim, itemsize, groups * last_n, True)
+    tiles = tiles_for_scores(queries, "fp8", block_size, tiles)
     rows = queries.new_zeros(kv_heads, groups, last_n, head_dim)  # where a request is short, the kernel's tiles have 0
     rows[:, :, :n] = queries.view(kv_heads, groups, n, head_dim)
     rows = torch.stack([_through_fp8(own.flatten(0, 1), tiles.rows).view_as(own) for own in rows])

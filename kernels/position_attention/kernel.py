@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from uniprefill_fx.kernels.checks import check_attention
-from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
-from uniprefill_fx.kernels.tiles import Tiles, attention_tiles
+from uniprefill_fx.kernels.checks import check_attention, tiles_for_attention
+from uniprefill_fx.kernels.common import on_device, tanh
+from uniprefill_fx.kernels.tiles import Tiles
 from uniprefill_fx.specs import AttentionSpec
 
 
@@ -223,18 +223,11 @@ def position_attention(
     scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     check_attention(q, k, v, token_bounds, q_positions, k_positions, replace(spec, scale=scale))
     key_mask, sinks, bias, chunk_start = spec.key_mask, spec.sinks, spec.bias, spec.chunk_start
-    dtype = q.dtype
+    dtype, groups = q.dtype, q.shape[1] // k.shape[1]
+    tiles = tiles_for_attention(q, v, spec, groups, tiles)
     if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
-    (batch, heads, queries, head_dim), (kv_heads, keys, v_dim) = q.shape, v.shape[1:]
-    groups = heads // kv_heads
-    if tiles is None:
-        shared = 1 if bias is not None else groups  # heads with a bias of their own do not share a tile
-        tiles = attention_tiles(
-            head_dim, v_dim, q.element_size(), queries, shared, spec.window, shared_memory(q.device)
-        )
-    if groups % tiles.heads or (bias is not None and tiles.heads > 1):
-        raise ValueError(f"{tiles.heads} heads in a tile, groups of {groups}: wanted a divisor; 1 with a bias")
+    (batch, heads, queries, head_dim), (keys, v_dim) = q.shape, v.shape[2:]
     sequence_ids = None if spec.sequence_ids is None else spec.sequence_ids.int()
     by_position, same_rows, key_sequence_ids = False, False, sequence_ids
     by_head = None if bias is None else bias.reshape(-1, heads, bias.shape[-1])

@@ -1,6 +1,7 @@
 """Triton kernels for the inserted ops on CUDA; importing this registers them beside the plain torch ones.
 
-What a kernel does not cover (float64 scores, unusual block sizes) stays with plain torch, which any device has.
+What a kernel does not cover (float64 scores, unusual block sizes, heads too wide for the GPU's shared memory) stays
+with plain torch, which any device has. `devices.runs_kernels` says where this module may be imported.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from torch import Tensor
 from uniprefill_fx.kernels.block_scores.kernel import block_scores
 from uniprefill_fx.kernels.block_sparse_attention.api import block_sparse_attention
 from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK, has_tiles
+from uniprefill_fx.kernels.common import shared_memory
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
+from uniprefill_fx.kernels.tiles import attention_tiles
 from uniprefill_fx.ops import attention, score, select
 from uniprefill_fx.ops import block_sparse_attention as block_sparse
 from uniprefill_fx.specs import AttentionSpec, SparseSpec
@@ -36,23 +39,26 @@ def _score(
     block_size: int,
     score_dtype: torch.dtype,
 ) -> Tensor:
-    if bias is not None or not _scored_by_kernel(q, k, scale, block_size, score_dtype):
+    # operands of 32 bits are not rounded: whoever holds them wants them exact
+    fp8 = score_dtype == torch.float8_e4m3fn and q.element_size() == 2
+    if bias is not None or not _scored_by_kernel(q, k, scale, block_size, score_dtype, fp8):
         return score.score_reference(
             q, k, positions, token_bounds, scale, softcap, sinks, bias, last_n, block_size, score_dtype
         )
-    # operands of 32 bits are not rounded: whoever holds them wants them exact
-    mode: Literal["input", "fp8"] = "fp8" if score_dtype == torch.float8_e4m3fn and q.element_size() == 2 else "input"
+    mode: Literal["input", "fp8"] = "fp8" if fp8 else "input"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     bounds = _sent(token_bounds.to(torch.int32), q.device)
     return block_scores(q, k, bounds, scale, last_n, block_size, softcap, mode, sinks)
 
 
-def _scored_by_kernel(q: Tensor, k: Tensor, scale: float | None, block_size: int, score_dtype: torch.dtype) -> bool:
+def _scored_by_kernel(
+    q: Tensor, k: Tensor, scale: float | None, block_size: int, score_dtype: torch.dtype, fp8: bool
+) -> bool:
     """Whether `block_scores` takes these operands."""
     covered = score_dtype in (torch.float8_e4m3fn, torch.float32) and block_size in BLOCK_SIZES
     dtypes = q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     dims = 1 <= q.shape[3] <= MAX_HEAD_DIM and q.stride(3) == k.stride(3) == 1
-    return covered and dtypes and dims and has_tiles(q, block_size) and (scale is None or scale > 0)
+    return covered and dtypes and dims and has_tiles(q, block_size, fp8) and (scale is None or scale > 0)
 
 
 @select.select.register_kernel("cuda")
@@ -126,4 +132,7 @@ def _covered(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `position_attention` takes these operands."""
     dtypes = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     dims = max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM and q.stride(3) == k.stride(3) == v.stride(3) == 1
-    return dtypes and dims and (scale is None or scale > 0)
+    if not (dtypes and dims and (scale is None or scale > 0)):
+        return False
+    shape, groups = (q.shape[3], v.shape[3], q.element_size(), q.shape[2]), q.shape[1] // k.shape[1]
+    return attention_tiles(*shape, groups, None, shared_memory(q.device)) is not None

@@ -11,6 +11,16 @@ from uniprefill_fx.config import OptionError, PrefillConfig
 FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that multiply e4m3 numbers
 
 
+def runs_kernels() -> bool:
+    """Whether the Triton kernels are registered for the device type "cuda": NVIDIA GPUs, and Triton.
+
+    On ROCm, whose devices have the same type, the kernels would not compile (limits of registers, products of TF32 and
+    e4m3), and their tiles are cut for other limits.
+    """
+    nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return nvidia and importlib.util.find_spec("triton") is not None
+
+
 def check_dtypes(config: PrefillConfig, device: torch.device) -> None:
     """Raise OptionError where scores or attention cannot be computed in the type that was asked for."""
     for option, otherwise in (("score_dtype", "'float32' or 'float64'"), ("attention_dtype", "'model'")):

@@ -11,6 +11,7 @@ from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.lowering.cache_tag import tagged
+from uniprefill_fx.lowering.compiler_internals import backend_of
 from uniprefill_fx.lowering.metadata import complete_values
 from uniprefill_fx.option_checks import BACKEND_NAME
 
@@ -25,13 +26,12 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     """
     chosen: Any = config.inner_backend
     if isinstance(chosen, str):
-        try:
-            chosen = torch._dynamo.lookup_backend(chosen)
-        except torch._dynamo.exc.InvalidBackend:
-            names = ", ".join(name for name in torch._dynamo.list_backends() if name != BACKEND_NAME)
+        chosen = backend_of(chosen)
+        if chosen is None:
+            names = ", ".join(name for name in torch.compiler.list_backends() if name != BACKEND_NAME)
             raise OptionError(
                 "inner_backend", config.inner_backend, f"{names}, or a callable", "Register the backend first."
-            ) from None
+            )
     compiler: InnerBackend = chosen
     if config.inner_options is not None:
         # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.

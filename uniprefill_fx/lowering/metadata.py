@@ -1,8 +1,7 @@
 """What torch's compiler looks for in a graph that comes from Dynamo, on graphs that our passes made.
 
-AOTAutograd reads which inputs are parameters off the placeholders (`tensor_dict`), and takes a graph for Dynamo's when
-it has a `dynamo_compile_id`, `_param_name_to_source`, and a `_dynamo_source` on each placeholder. Its cache wants an
-`example_value` on everything that a method is called on.
+AOTAutograd reads which inputs are parameters off the placeholders, in graphs that it takes for Dynamo's
+(`compiler_internals.mark_as_dynamo`). Its cache wants an `example_value` on everything that a method is called on.
 """
 
 from __future__ import annotations
@@ -14,31 +13,15 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from uniprefill_fx.lowering.compiler_internals import KEPT_META, Mode, mode_of, size_in, without_guards
 from uniprefill_fx.passes.node_utils import expression, meta
+from uniprefill_fx.torch_internals import dispatch_in_python
 
 log = logging.getLogger(__name__)
-_KEPT = ("nn_module_stack", "stack_trace", "tensor_dict")
 
 
-def is_static(node: fx.Node) -> bool:
-    """Whether Dynamo said that a placeholder is a parameter or a buffer, the same tensor at each call."""
-    return node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-
-
-def mark_as_dynamo(gm: fx.GraphModule) -> None:
-    """Give a graph module of ours the marks of Dynamo's; its inputs become the locals arg0, arg1, ..."""
-    gm.meta.setdefault("dynamo_compile_id", None)
-    gm._param_name_to_source = {}  # type: ignore[assignment]
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        node._dynamo_source = LocalSource(f"arg{i}")
-
-
-def renew_values(gm: fx.GraphModule, mode: FakeTensorMode, inputs: Sequence[Any]) -> None:
+def renew_values(gm: fx.GraphModule, mode: Mode, inputs: Sequence[Any]) -> None:
     """Replace the meta of a graph by values of another fake mode, where the compiler looks at them.
 
     Args:
@@ -51,7 +34,7 @@ def renew_values(gm: fx.GraphModule, mode: FakeTensorMode, inputs: Sequence[Any]
     values = _Values(gm, mode, symbols, dict(zip(placeholders, inputs, strict=True)))
     values.write()
     for node in gm.graph.nodes:
-        node.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
+        node.meta = {k: v for k, v in node.meta.items() if k in KEPT_META}
         if node in values.known:
             node.meta["example_value"] = values.known[node]
 
@@ -59,7 +42,7 @@ def renew_values(gm: fx.GraphModule, mode: FakeTensorMode, inputs: Sequence[Any]
 def complete_values(gm: fx.GraphModule) -> None:
     """Fill in the values that a graph of Dynamo lost in our passes, where the compiler looks at them."""
     known = {node: meta(node) for node in gm.graph.nodes if meta(node) is not None}
-    mode = detect_fake_mode([value for value in known.values() if isinstance(value, torch.Tensor)])
+    mode = mode_of([value for value in known.values() if isinstance(value, torch.Tensor)])
     if mode is None:
         return  # a graph without tensors
     values = _Values(gm, mode, None, known)
@@ -87,7 +70,7 @@ class _Values:
     def __init__(
         self,
         gm: fx.GraphModule,
-        mode: FakeTensorMode,
+        mode: Mode,
         symbols: Mapping[sympy.Symbol, Any] | None,
         known: dict[fx.Node, Any],
     ) -> None:
@@ -95,11 +78,9 @@ class _Values:
 
     def write(self) -> None:
         """Compute the values of everything that a method is called on."""
-        shape_env = self.mode.shape_env
-        assert shape_env is not None
         receivers = dict.fromkeys(n.args[0] for n in self.gm.graph.nodes if n.op == "call_method")
         # The compiler will trace the graph itself: guards are its business.
-        with torch.no_grad(), enable_python_dispatcher(), self.mode, shape_env.suppress_guards():
+        with torch.no_grad(), dispatch_in_python(), self.mode, without_guards(self.mode):
             for node in receivers:
                 try:
                     self.value(node)
@@ -131,12 +112,11 @@ class _Values:
         return old
 
     def _size(self, size: Any) -> Any:
-        assert self.symbols is not None and self.mode.shape_env is not None
+        assert self.symbols is not None
         found = expression(size)
         if not found.free_symbols <= self.symbols.keys():
             raise _Unknown
-        new = found.xreplace({s: expression(self.symbols[s]) for s in found.free_symbols})
-        return int(new) if new.is_Integer else self.mode.shape_env.create_symintnode(new, hint=None)
+        return size_in(self.mode, found.xreplace({s: expression(self.symbols[s]) for s in found.free_symbols}))
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)

@@ -20,21 +20,26 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.source import LocalSource
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from uniprefill_fx.lowering.cache_tag import tagged
+from uniprefill_fx.lowering.compiler_internals import (
+    Mode,
+    compiling,
+    dynamic_input,
+    dynamic_size,
+    fixed_input,
+    is_wrapper,
+    mark_as_dynamo,
+    one_compilation,
+)
 from uniprefill_fx.lowering.guards import Test, guards
 from uniprefill_fx.lowering.inner import InnerBackend
-from uniprefill_fx.lowering.metadata import is_static, mark_as_dynamo, renew_values
+from uniprefill_fx.lowering.metadata import renew_values
 from uniprefill_fx.lowering.structure import structure
 from uniprefill_fx.passes.dataflow import written_nodes
 from uniprefill_fx.passes.node_utils import copy_module, expression, meta
 from uniprefill_fx.passes.rewrite.split import Piece
+from uniprefill_fx.torch_internals import fake_mode, is_static_input
 
 log = logging.getLogger(__name__)
 MAX_VARIANTS = 8
@@ -62,7 +67,7 @@ class CompiledPiece:
         self.seconds = 0.0
         self.full = False  # whether MAX_VARIANTS are compiled, and another one was wanted
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.static = [is_static(node) for node in placeholders]
+        self.static = [is_static_input(node) for node in placeholders]
         self.writes = any(written_nodes(node) for node in gm.graph.nodes)
         # By input: what is known of each dynamic size, by dimension; dimension None for an input that is a size.
         self.dynamic = [_dynamic(node) for node in placeholders]
@@ -76,7 +81,7 @@ class CompiledPiece:
     def __call__(self, *args: Any) -> Any:
         variant = self._variant(args)
         if variant is None:
-            with compile_lock:  # torch's own: two compilations at a time would share its settings
+            with one_compilation():
                 variant = self._variant(args)  # another thread may have been faster
                 if variant is None and len(self.variants) < MAX_VARIANTS:
                     variant = self._compile(args)
@@ -95,39 +100,28 @@ class CompiledPiece:
 
     def _compile(self, args: Sequence[Any]) -> Variant:
         began = time.perf_counter()
-        shape_env = ShapeEnv()
-        mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-        fakes = [self._fake(i, arg, mode, shape_env) for i, arg in enumerate(args)]
+        mode = fake_mode()
+        fakes = [self._fake(i, arg, mode) for i, arg in enumerate(args)]
         self._unify(fakes)
         gm = copy_module(self.gm)
         renew_values(gm, mode, fakes)
         symbols, sizes = _bindings(fakes)
         _prepend(gm, symbols)
         mark_as_dynamo(gm)
-        with torch._dynamo.utils.preserve_rng_state(), tracing(TracingContext(mode)), tagged():
+        with compiling(mode), tagged():
             run = self.inner(gm, [*symbols, *fakes])
-        holds = guards(shape_env, fakes, args, self.static, self.writes)
+        holds = guards(mode, fakes, args, self.static, self.writes)
         seconds = time.perf_counter() - began
         self.seconds += seconds
         log.info("%s: compiled for sizes %s in %.1f s", self.name, sizes(args), seconds)
         return Variant(run, sizes, holds)
 
-    def _fake(self, i: int, arg: Any, mode: FakeTensorMode, shape_env: ShapeEnv) -> Any:
-        source = LocalSource(f"arg{i}")
+    def _fake(self, i: int, arg: Any, mode: Mode) -> Any:
         if isinstance(arg, torch.Tensor):
-            if self.static[i] or is_traceable_wrapper_subclass(arg):  # of a quantised weight too every size is fixed
-                return mode.from_tensor(_plain(arg), static_shapes=True, source=source)
-            # Sizes 0 and 1 are always specialised (broadcasting depends on them); such a call has its own variant.
-            kinds = [
-                DimDynamic.DYNAMIC if d in self.dynamic[i] and s not in (0, 1) else DimDynamic.STATIC
-                for d, s in enumerate(arg.shape)
-            ]
-            context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
-            return mode.from_tensor(_plain(arg), source=source, symbolic_context=context)
-        if type(arg) is int and arg not in (0, 1):
-            symbol = shape_env.create_symbol(arg, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-            return shape_env.create_symintnode(symbol, hint=arg, source=source)
-        return arg
+            if self.static[i] or is_wrapper(arg):  # of a quantised weight too every size is fixed
+                return fixed_input(mode, arg, i)
+            return dynamic_input(mode, arg, i, [d for d in self.dynamic[i] if d is not None])
+        return dynamic_size(mode, arg, i) if type(arg) is int else arg
 
     def _unify(self, fakes: Sequence[Any]) -> None:
         """Sizes that the passes know to be the same become one symbol, where the inputs bear it out."""
@@ -165,10 +159,6 @@ def _dynamic(node: fx.Node) -> dict[int | None, Hashable]:
     return {d: expression(size) for d, size in sizes if isinstance(size, torch.SymInt)}
 
 
-def _plain(arg: torch.Tensor) -> torch.Tensor:
-    return arg.detach() if arg.requires_grad else arg
-
-
 def _bindings(fakes: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[int]]]:
     """The symbols of some fakes that no integer input is, and what reads their values off the inputs.
 
@@ -178,7 +168,7 @@ def _bindings(fakes: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]]
     read: list[tuple[int, str, int]] = []
     integers = {expression(fake) for fake in fakes if isinstance(fake, torch.SymInt)}
     for i, fake in enumerate(fakes):
-        if not isinstance(fake, torch.Tensor) or is_traceable_wrapper_subclass(fake):
+        if not isinstance(fake, torch.Tensor) or is_wrapper(fake):
             continue
         parts: dict[tuple[str, int], Any] = {("size", d): s for d, s in enumerate(fake.shape)}
         parts |= {("stride", d): s for d, s in enumerate(fake.stride())}

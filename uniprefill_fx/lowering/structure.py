@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from uniprefill_fx.lowering.metadata import is_static
+from uniprefill_fx.lowering.compiler_internals import is_wrapper
 from uniprefill_fx.passes.node_utils import meta
+from uniprefill_fx.torch_internals import is_static_input
 
 
 def structure(gm: fx.GraphModule) -> Hashable:
@@ -34,7 +34,7 @@ class _Structure:
 
     def _node(self, node: fx.Node) -> Hashable:
         if node.op == "placeholder":
-            return ("placeholder", is_static(node), self._input(meta(node), is_static(node)))
+            return ("placeholder", is_static_input(node), self._input(meta(node), is_static_input(node)))
         if node.op == "get_attr":
             held: Any = self.gm
             for name in str(node.target).split("."):
@@ -44,7 +44,7 @@ class _Structure:
 
     def _input(self, value: Any, static: bool) -> Hashable:
         if isinstance(value, torch.Tensor):
-            if is_traceable_wrapper_subclass(value):
+            if is_wrapper(value):
                 return id(value)  # a quantised weight: what it is made of differs by class
             sizes = tuple(self._size(s) for s in value.shape)
             layout = (value.stride(), value.layout) if static else None  # which guards do not look at

@@ -1,4 +1,4 @@
-"""Block-sparse attention over a prompt: what the passes put in place of full attention with attention="block_sparse"."""
+"""Block-sparse attention over a prompt: what the passes put in place of full attention."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def block_sparse_attention(
     """Causal attention that leaves out blocks of keys which hardly matter (FlashPrefill, arXiv 2603.06199, and its V2).
 
     Args:
-        q: (batch, heads, columns, head_dim); k: (batch, kv_heads, columns, head_dim); v: (batch, kv_heads, columns, v_dim):
-            the rows of a prompt, or those of it that were kept; causality is by row, as rows ascend by position.
+        q: (batch, heads, columns, head_dim); k: (batch, kv_heads, columns, head_dim); v: (batch, kv_heads, columns,
+            v_dim): the rows of a prompt, or those of it that were kept; causality is by row, as rows ascend by position.
         token_bounds: (batch, 2) int64 on the CPU: the columns of each request that are no padding.
         options: (layers, 8) float64 on the CPU, a `SparseSpec` a row; row: which one counts here. They are a tensor so
             that a call may have others without a compilation.
@@ -48,7 +48,13 @@ def block_sparse_attention(
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, token_bounds: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token_bounds: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The same with every block computed."""
     spec = AttentionSpec(scale=scale, softcap=softcap, sinks=sinks)

@@ -86,8 +86,7 @@ def drop_levels(
     check_rows(
         graph,
         found,
-        Axes(tokens, tokens),
-        batch,
+        Axes(tokens, tokens, batch),
         given,
         skipped,
         lambda n: row_numbers(n, found),

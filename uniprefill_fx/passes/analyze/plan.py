@@ -142,13 +142,12 @@ def _plan(
     return replace(plan, sparse=sparse, refusals=tuple(dict.fromkeys(refusals)))
 
 
-def _prompt(
-    graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], num_layers: int, tokens: sympy.Symbol
-) -> Plan:
+def _prompt(graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], num_layers: int, tokens: sympy.Symbol) -> Plan:
     """The plan that changes nothing: what a prompt must look like for any other to hold."""
     key_masks = [a.spec.key_mask for a in attention_nodes if a.spec]
     masks = tuple(dict.fromkeys(_padding_input(mask) for mask in key_masks if mask is not None))
     padding = masks[0] if len(masks) == 1 and None not in key_masks else None
+    numbers = [a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids]
     return Plan(
         attention_nodes,
         num_layers,
@@ -157,7 +156,9 @@ def _prompt(
         level=dict.fromkeys(graph.nodes, 0),
         padding=padding,
         unpadded=() if padding is not None else masks,
-        sequence_ids=tuple(dict.fromkeys(a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids)),
+        sequence_ids=tuple(
+            dict.fromkeys(a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids)
+        ),
         causal_buffers=tuple(dict.fromkeys(t for a in attention_nodes for t in sorted(a.causal_buffers))),
         batch=_batch(attention_nodes, tokens),
     )
@@ -215,7 +216,8 @@ def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: li
 def _check_prompts(stream: fx.Node, attention: AttentionNode, tokens: sympy.Symbol) -> None:
     """Refuse prompts that lie side by side in the axis of heads, where `products.unify_attention_form` sees none."""
     sizes = shape(stream) or ()
-    prompts = sympy.prod(size for d, size in enumerate(sizes[:-1]) if d not in token_dims(stream, tokens))
+    beside = [size for d, size in enumerate(sizes) if d not in token_dims(stream, tokens)]  # prompts, then channels
+    prompts = sympy.prod(beside[:-1])
     if prompts != attention.batch:
         raise refuse(
             Category.BATCH,

@@ -58,9 +58,12 @@ Kinds = Any  # a Kind, or a tuple of Kinds for a value that is a tuple
 class Axes:
     """Which axes of a graph's values are axes of tokens."""
 
-    def __init__(self, tokens: sympy.Symbol, count: sympy.Expr) -> None:
-        """tokens: the symbol that tells them from others. count: the number of tokens, an expression of it."""
-        self.tokens, self.count = tokens, count
+    def __init__(self, tokens: sympy.Symbol, count: sympy.Expr, batch: sympy.Expr = sympy.S.One) -> None:
+        """tokens: the symbol that tells them from others. count: the number of tokens, an expression of it.
+
+        batch: 1, or the symbol of the number of prompts, whose rows lie side by side and are no better mixed.
+        """
+        self.tokens, self.count, self.batch = tokens, count, batch
 
     def sizes(self, value: Any) -> tuple[sympy.Expr, ...]:
         return tuple(expression(s) for s in value.shape)
@@ -70,6 +73,10 @@ class Axes:
         if not isinstance(value, torch.Tensor):
             return ()
         return tuple(d for d, size in enumerate(self.sizes(value)) if self.tokens in size.free_symbols)
+
+    def of_prompts(self, value: Any, dim: int) -> bool:
+        """Whether an axis of a tensor holds the prompts of a batch."""
+        return self.batch != 1 and bool(self.sizes(value)[dim] == self.batch)
 
     def plain(self, value: Any) -> Rows | None:
         """A tensor with one axis of tokens, one row each; None if it isn't one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -27,6 +28,7 @@ from uniprefill_fx.passes.schemas import effects
 
 SHORT, LONG = 23, 1031  # rows of a probe; the long one finds what mixes rows that are far apart
 ELEMENTS = 1 << 22  # of one operand, at most: where a token has many, fewer rows are run
+SMALL = 1 << 14  # elements for each token, up to which floats are float64
 FARTHEST = 512  # a number that whole numbers are compared with, up to which a probe is made long enough to reach it
 # Along the tokens these depend on where a row lies, which a short probe of a long chain need not show.
 PLACES = frozenset("cumsum cumprod flip unbind roll diff".split())
@@ -45,19 +47,18 @@ class Regions:
         self,
         graph: fx.Graph,
         axes: Axes,
-        batch: sympy.Expr,
         level: Mapping[fx.Node, int],
         kind_of: Callable[..., Kinds],
     ) -> None:
-        self.graph, self.axes, self.batch, self.level, self.kind_of = graph, axes, batch, level, kind_of
+        self.graph, self.axes, self.level, self.kind_of = graph, axes, level, kind_of
         self.numbers = _numbers(graph)
         self.longest = _largest_number(graph, level)
         self.chain: list[fx.Node] = []  # nodes of chains, in order
         self.run_up_to = 0
         self.runs: Runs | None = None
-        self.interned: dict[Any, _Interned] = {}
-        self.known: dict[Any, tuple[Kinds, dict[int, Kinds]]] = {}
-        self.keys: dict[fx.Node, Any] = {}
+        self.numbered: dict[Any, int] = {}
+        self.known: dict[int, tuple[Kinds, dict[int, Kinds]]] = {}
+        self.keys: dict[fx.Node, _Key] = {}
         self.written: dict[tuple[fx.Node, fx.Node], Kinds] = {}
 
     def kind(self, node: fx.Node, mixed: list[Mixed]) -> Kinds:
@@ -74,7 +75,7 @@ class Regions:
         else:
             open_kind = self._opened(node)
         self.keys[node] = key
-        if key not in self.known:
+        if key.number not in self.known:
             try:
                 if self.axes.count != self.axes.tokens:
                     raise ProbeError("it reads the rows of a cache")
@@ -83,13 +84,13 @@ class Regions:
                 found = Mixed(f"it is not known what `{name_of(node)}` does to tokens: {error}"), {}
                 if mixed:
                     found = Mixed(f"{open_kind.what}; `{name_of(node)}`: {error}"), {}
-            self.known[key] = found
-        kind, written = self.known[key]
+            self.known[key.number] = found
+        kind, written = self.known[key.number]
         kind = _filled(kind, open_kind)
         for place, target in enumerate(effects(node).writes):
             self.written[node, target] = _filled(written.get(place), open_kind)
             for alias in aliases(target):
-                self.keys[alias] = ("written", place, key)
+                self.keys[alias] = self._interned(("written", place, key.number), key.values)
         if mixed or any(isinstance(k, Mixed) for k in (kind, *self.written.values())):
             self.chain.append(node)
         return kind
@@ -132,10 +133,10 @@ class Regions:
         if is_random(node):
             raise ProbeError("it draws random numbers")
         found: list[tuple[Kinds, dict[int, Kinds]]] = []
-        each = max(self._elements(n) for n in node.all_input_nodes)
+        each = max((self._elements(n) for n in node.all_input_nodes), default=1)
         for tokens in (SHORT, max(SHORT + 2, min(LONG, ELEMENTS // max(1, each)))):
             try:
-                found.append(self._once(node, tokens, precise=True))
+                found.append(self._once(node, tokens, precise=each <= SMALL))
             except ProbeError:
                 found.append(self._once(node, tokens, precise=False))
             if found[-1] != found[0]:
@@ -143,7 +144,7 @@ class Regions:
         return found[0]
 
     def _once(self, node: fx.Node, tokens: int, precise: bool) -> tuple[Kinds, dict[int, Kinds]]:
-        runs = Runs(self.axes, tokens, self.batch, self.numbers, precise)
+        runs = Runs(self.axes, tokens, self.numbers, precise)
         for read in node.all_input_nodes:
             self._make(read, node, runs)
         runs.run(node)
@@ -154,12 +155,12 @@ class Regions:
         if self.longest > FARTHEST:
             raise ProbeError(f"whole numbers are compared with {self.longest}")
         if self.runs is None:
-            self.runs = Runs(self.axes, max(SHORT, 2 * self.longest + 3), self.batch, self.numbers, precise=False)
+            self.runs = Runs(self.axes, max(SHORT, 2 * self.longest + 3), self.numbers, precise=False)
         for earlier in (*self.chain[self.run_up_to :], node):
+            self.run_up_to += 1  # also where it fails: what it wrote must not be written twice
             for read in earlier.all_input_nodes:
                 self._make(read, earlier, self.runs)
             self.runs.run(earlier)
-        self.run_up_to = len(self.chain) + 1
         found = self.runs.kind(node)
         if found is None and kind.convolution:
             found = self.runs.kind(node, causal=True)
@@ -193,37 +194,46 @@ class Regions:
         sizes, total = shape(node) or (), 1
         for size in sizes:
             total *= int(size) if size.is_integer and not size.free_symbols else 1
-        return total if sizes and self.axes.dims(meta(node)) else 0
+        return total if self.axes.dims(meta(node)) else total // 256  # a weight, which every token is multiplied by
 
     # -- what is the same call ----------------------------------------------------------------------------------------
 
-    def _key(self, node: fx.Node) -> Any:
-        """Equal for calls that do the same to equal kinds: the layers of a model are run once."""
+    def _key(self, node: fx.Node) -> _Key:
+        """Equal for calls that do the same to values of the same kinds: the layers of a model are run once.
+
+        Values that come in are numbered, so that f(x, x) is not taken for f(x, y).
+        """
+        values: list[fx.Node] = []
 
         def of(argument: Any) -> Any:
             if not isinstance(argument, fx.Node):
-                return argument if not isinstance(argument, slice) else str(argument)
-            if argument in self.keys:
-                return self.keys[argument]
-            value = meta(argument)
+                return str(argument) if isinstance(argument, slice) else argument
+            value, key = meta(argument), self.keys.get(argument)
+            if key is None and not any_tensor(value):
+                return str(value)
+            own = (argument,) if key is None else key.values
+            values.extend(v for v in own if v not in values)
+            places = tuple(values.index(v) for v in own)
+            if key is not None:
+                return f"#{key.number}", places
+            described: Any = type(value)
             if isinstance(value, torch.Tensor):
                 described = value.dtype, tuple(expression(s) for s in value.shape)
-                return (str(self.kind_of(argument, node)), *described, known_name(argument) in FILLS | {"arange"})
-            return str(value)
+            return str(self.kind_of(argument, node)), described, known_name(argument) in FILLS | {"arange"}, places
 
-        made = fx.node.map_aggregate((node.args, dict(node.kwargs)), of)
-        key = (node.op, node.target, repr(made))
-        return self.interned.setdefault(key, _Interned(len(self.interned)))
+        made = repr(fx.node.map_aggregate((node.args, dict(node.kwargs)), of))
+        return self._interned((node.op, node.target, made), tuple(values))
+
+    def _interned(self, key: Any, values: tuple[fx.Node, ...]) -> _Key:
+        return _Key(self.numbered.setdefault(key, len(self.numbered)), values)
 
 
-class _Interned:
-    """A key that is short however long the chain behind it is."""
+@dataclass(frozen=True)
+class _Key:
+    """What a value was made by, as a number, and from which values that come from outside of the chain."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"#{self.number}"
+    number: int
+    values: tuple[fx.Node, ...]
 
 
 def _filled(kind: Kinds, mixed: Mixed) -> Kinds:

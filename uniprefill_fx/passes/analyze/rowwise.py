@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -43,7 +42,6 @@ def check_rows(
     graph: fx.Graph,
     level: Mapping[fx.Node, int],
     axes: Axes,
-    batch: sympy.Expr = sympy.S.One,
     given: Collection[fx.Node] = (),
     skipped: Collection[fx.Node] = (),
     numbers_rows: Callable[[fx.Node], bool] = lambda node: False,
@@ -54,14 +52,14 @@ def check_rows(
     meant to.
 
     Args:
-        level: nonzero for values that will hold fewer rows. batch: 1, or the symbol of the number of prompts.
+        level: nonzero for values that will hold fewer rows.
         given: nodes whose rows are known to be right: attention, rows of a cache. skipped: nodes that nobody will run.
         numbers_rows: whether an arange counts the rows anew. head_region: what is computed from the restored stream. ends: values that must have rows, besides outputs.
 
     Raises:
         RefusalError: with fewer rows one would compute something else, or it is not known what.
     """
-    _Checker(graph, level, axes, batch, given, skipped, numbers_rows, head_region).run(set(ends))
+    _Checker(graph, level, axes, given, skipped, numbers_rows, head_region).run(set(ends))
 
 
 class _Checker:
@@ -70,7 +68,6 @@ class _Checker:
         graph: fx.Graph,
         level: Mapping[fx.Node, int],
         axes: Axes,
-        batch: sympy.Expr,
         given: Collection[fx.Node],
         skipped: Collection[fx.Node],
         numbers_rows: Callable[[fx.Node], bool],
@@ -81,7 +78,7 @@ class _Checker:
         self.head_region = head_region
         self.kinds: dict[fx.Node, Kinds] = {}
         self.rules = Rules(axes)
-        self.regions = Regions(graph, axes, batch, level, self.kind_of)
+        self.regions = Regions(graph, axes, level, self.kind_of)
 
     def run(self, ends: set[fx.Node]) -> None:
         for node in self.graph.nodes:
@@ -174,8 +171,11 @@ class _Checker:
                 if isinstance(its, Mixed | State):
                     self.kinds[alias] = its
                 elif isinstance(its, Rows) and isinstance(old, Same | Mixed) and rows:
-                    self.kinds[alias] = self.axes.plain(meta(alias)) or Mixed(
-                        f"`{name_of(node)}` writes rows into `{alias.name}`, which has several for each token"
+                    like = its if self.axes.sizes(meta(alias)) == self.axes.sizes(meta(target)) else None
+                    self.kinds[alias] = (
+                        like
+                        or self.axes.plain(meta(alias))
+                        or Mixed(f"`{name_of(node)}` writes rows into `{alias.name}`, which has several for each token")
                     )
                 elif isinstance(its, Rows) and not rows:
                     self.kinds[alias] = Mixed(f"`{name_of(node)}` writes the rows of tokens into `{alias.name}`")

@@ -163,6 +163,10 @@ class Rules:
     def _each(self, value: Any, make: Callable[[Any], Kind]) -> Kinds:
         return tuple(make(v) for v in value) if isinstance(value, tuple | list) else make(value)
 
+    def _apart(self, value: Any, dim: int, kind: Rows) -> bool:
+        """Whether an axis tells tokens, or prompts, from one another."""
+        return dim % value.ndim == kind.dim or self.axes.of_prompts(value, dim)
+
     def _rows(self, value: Any, dim: int, like: Rows) -> Rows | None:
         """`like` at another axis, where that is the one axis of tokens."""
         return Rows(dim, like.outer, like.inner) if self.axes.dims(value) == (dim,) else None
@@ -189,7 +193,7 @@ class Rules:
             return None
         before = meta(source)
         along = {d % before.ndim for d in dimensions(node, name, before.ndim)}
-        if kind.dim in along:
+        if kind.dim in along or any(self.axes.of_prompts(before, d) for d in along):
             return None
         gone = sum(d < kind.dim for d in along)
 
@@ -249,7 +253,7 @@ class Rules:
         source = node.args[0]
         kind, dim = kind_of(source), _argument(node, 2, "dim")
         dim = 0 if dim is None else dim
-        if not isinstance(kind, Rows) or not isinstance(dim, int) or dim % meta(source).ndim == kind.dim:
+        if not isinstance(kind, Rows) or not isinstance(dim, int) or self._apart(meta(source), dim, kind):
             return None
         return _all(self._each(meta(node), lambda v: self._rows(v, kind.dim, kind)))  # type: ignore[arg-type,return-value]
 
@@ -268,6 +272,8 @@ class Rules:
         new = found[0].dim + (name == "stack" and dim <= found[0].dim)
         if new == dim and (name == "stack" or len(full) > 1):
             return None
+        if name != "stack" and len(full) > 1 and self.axes.of_prompts(meta(full[0]), dim):
+            return None
         return self._rows(value, new, found[0])
 
     def _product(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
@@ -281,6 +287,7 @@ class Rules:
             return None
         summed = (isinstance(kinds[0], Rows) and places[0] == 1) or (isinstance(kinds[1], Rows) and places[0] == 2)
         constant = [n for n, k in zip((left, right), kinds, strict=True) if isinstance(k, Same)]
+        summed |= self.axes.of_prompts(meta(left), -1)
         if summed or (len(rows) == 2 and places[0] < 3) or any(self.axes.dims(meta(n)) for n in constant):
             return None
         return self._rows(value, value.ndim - places[0], rows[0])
@@ -291,7 +298,7 @@ class Rules:
         given = node.args[0] if node.args else node.kwargs.get("input")
         if source is not given or not isinstance(kind, Rows) or any(not isinstance(kind_of(w), Same) for w in weights):
             return None
-        return self._rows(meta(node), kind.dim, kind) if kind.dim != meta(source).ndim - 1 else None
+        return self._rows(meta(node), kind.dim, kind) if not self._apart(meta(source), -1, kind) else None
 
     def _norm(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
         source, shape = _argument(node, 0, "input"), _argument(node, 1, "normalized_shape")
@@ -301,7 +308,10 @@ class Rules:
             return None
         if any(not isinstance(kind_of(n), Same) or self.axes.dims(meta(n)) for n in others):
             return None
-        return self._rows(meta(node), kind.dim, kind) if kind.dim < meta(source).ndim - len(shape) else None
+        over = range(meta(source).ndim - len(shape), meta(source).ndim)
+        if any(self._apart(meta(source), d, kind) for d in over):
+            return None
+        return self._rows(meta(node), kind.dim, kind)
 
     def _indexed(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
         source, index, value = node.args[0], index_of(node), meta(node)
@@ -323,6 +333,8 @@ class Rules:
             if item is None:
                 new += 1
                 continue
+            if isinstance(kind, Rows) and self.axes.of_prompts(meta(source), old) and item != slice(None):
+                return None
             if is_tensor(item):
                 its = kind_of(item)
                 if meta(item).dtype == torch.bool or (isinstance(its, Rows) and isinstance(kind, Rows)):
@@ -359,7 +371,7 @@ class Rules:
     def _selected(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
         source, dim = _argument(node, 0, "input", "self"), _argument(node, 1, "dim")
         kind = kind_of(source)
-        if not isinstance(kind, Rows) or not isinstance(dim, int) or dim % meta(source).ndim == kind.dim:
+        if not isinstance(kind, Rows) or not isinstance(dim, int) or self._apart(meta(source), dim, kind):
             return None
         gone = name == "select" and dim % meta(source).ndim < kind.dim
         return self._rows(meta(node), kind.dim - gone, kind)
@@ -391,7 +403,7 @@ class Rules:
             or any(self.axes.dims(meta(n)) != (rows[0].dim,) for n in operands)
         ):
             return None
-        if dim % meta(source).ndim == rows[0].dim:
+        if self._apart(meta(source), dim, rows[0]):
             return None
         return self._rows(meta(node), rows[0].dim, rows[0])
 

@@ -38,15 +38,14 @@ class Runs:
     """One small prompt, or batch of prompts, in several versions: all rows, some of them, and other values beside them.
 
     Args:
-        tokens: how many rows there are. batch: 1, or the symbol of the number of prompts.
+        tokens: how many rows there are.
         numbers: what the other symbols of sizes stand for.
         precise: whether floats are float64, whatever they were traced as.
     """
 
-    def __init__(
-        self, axes: Axes, tokens: int, batch: sympy.Expr, numbers: Mapping[sympy.Symbol, int], precise: bool
-    ) -> None:
-        self.axes, self.tokens, self.batch, self.precise = axes, tokens, batch, precise
+    def __init__(self, axes: Axes, tokens: int, numbers: Mapping[sympy.Symbol, int], precise: bool) -> None:
+        self.axes, self.tokens, self.precise = axes, tokens, precise
+        self.batch = batch = axes.batch
         self.numbers = {**numbers, **({batch: BATCH} if isinstance(batch, sympy.Symbol) else {})}
         self.generator = torch.Generator().manual_seed(tokens)
         requests = 1 if batch == 1 else BATCH
@@ -116,7 +115,8 @@ class Runs:
         """A size in one version."""
         if isinstance(size, torch.SymFloat | torch.SymBool):
             raise ProbeError(f"it depends on the number {size}")
-        found = expression(size).subs({**self.numbers, self.axes.tokens: self.rows_in(version)})
+        size = size if isinstance(size, sympy.Expr) else expression(size)
+        found = size.subs({**self.numbers, self.axes.tokens: self.rows_in(version)})
         if found.free_symbols:
             raise ProbeError(f"the size {found} is not known")
         return int(found)
@@ -271,6 +271,10 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     slack = epsilon * (4 if epsilon > 1e-4 else 256)
     wide = torch.complex128 if got.is_complex() else torch.float64
     return bool(torch.isclose(got.to(wide), want.to(wide), rtol=0, atol=slack * scale, equal_nan=True).all())
+
+
+def _fits_into(row: torch.Tensor, whole: torch.Tensor) -> bool:
+    return row.ndim == whole.ndim and all(a in (1, b) for a, b in zip(row.shape, whole.shape, strict=True))
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal
-from uniprefill_fx.specs import SparseSpec
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import meta
+from uniprefill_fx.specs import SparseSpec
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128

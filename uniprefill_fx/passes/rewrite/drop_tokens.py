@@ -75,8 +75,10 @@ class _Rewriter:
         self.token_bounds.append(self._token_bounds())
         if self.plan.sparse:
             self.sparse_options = self.graph.placeholder(SPARSE_OPTIONS)
-            self.sparse_options.meta["val"] = self.token_bounds[0].meta["val"].new_empty(
-                (len(self.plan.sparse), len(fields(SparseSpec))), dtype=torch.float64
+            self.sparse_options.meta["val"] = (
+                self.token_bounds[0]
+                .meta["val"]
+                .new_empty((len(self.plan.sparse), len(fields(SparseSpec))), dtype=torch.float64)
             )
         for node in self.gm.graph.nodes:
             if node.op == "output":
