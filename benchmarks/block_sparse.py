@@ -44,58 +44,61 @@ from uniprefill_fx.kernels.block_sparse_attention.tiles import AttentionTiles, E
 
 LENGTHS = (4096, 32_768, 131_072)
 SAMPLED_ROWS = 256
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16, corrected": {},
-    "bf16, not corrected": {"correction": False},
-    "fp8, corrected": {"dtype": "fp8"},
-    "fp8, not corrected": {"dtype": "fp8", "correction": False},
-}
-# the same tokens are sinks and window
-SIZES: dict[int, dict[str, Any]] = {
+BLOCKS: dict[int, dict[str, Any]] = {  # the same tokens are sinks and window
     128: {"block_size": 128, "sink_blocks": 2, "window_blocks": 4},
     64: {"block_size": 64, "sink_blocks": 4, "window_blocks": 8},
 }
-LAST_TOKENS, ALPHA, PARTS = 256, 0.1, 2
-SWEEP_LENGTH = 32_768
-SWEEP = {
-    False: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
-    True: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3)],
-}  # by fp8: rows, keys, warps, stages
-ENERGY_SWEEP = [(128, 64, 4, 1), (128, 64, 4, 2), (128, 64, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (128, 128, 4, 1)]
+# name: what differs from bf16, corrected, blocks of 128 with two parts
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16, corrected": {},
+    "bf16, not corrected": {"correction": False},
+    "bf16, corrected, one part (as published)": {"parts": 1},
+    "bf16, corrected, alpha 0.18": {"alpha": 0.18},
+    "bf16, corrected, blocks of 64": BLOCKS[64],
+    "fp8, corrected": {"dtype": "fp8"},
+    "fp8, not corrected": {"dtype": "fp8", "correction": False},
+    "fp8, corrected, one part (as published)": {"dtype": "fp8", "parts": 1},
+    "fp8, corrected, alpha 0.18": {"dtype": "fp8", "alpha": 0.18},
+}
+USUAL: dict[str, Any] = {**BLOCKS[128], "alpha": 0.1, "last_tokens": 256, "parts": 2}
+SWEEP_LENGTHS = (32_768, 131_072)
+SWEEP: dict[bool, list[tuple[Any, ...]]] = {  # by fp8: rows, keys, warps, stages, registers, descriptors
+    False: [(128, 128, 8, 2), (128, 128, 8, 2, None, True), (128, 64, 8, 2, 128, True), (64, 64, 4, 2, None, True)],
+    True: [(64, 128, 4, 2), (64, 128, 4, 2, None, True), (128, 64, 8, 2, 128, True), (128, 128, 8, 2, None, True)],
+}
+ENERGY_SWEEP = [(128, 64, 4, 1), (128, 64, 4, 2), (128, 128, 8, 2)]
 
 
 class Stages:
     """The calls that make up one attention, with what each needs already there."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, size: int, fp8: bool) -> None:
-        self.q, self.k, self.v, self.size, self.fp8 = q, k, v, SIZES[size], fp8
-        self.scale = q.shape[3] ** -0.5
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        self.q, self.k, self.v = q, k, v
+        self.options = {"dtype": "input", "correction": True, **USUAL, **options}
+        self.block_size, self.scale = self.options["block_size"], q.shape[3] ** -0.5
         self.selection = self.select()
-        self.largest = self.selection.largest
-        self.quantised = self.quantise() if fp8 else None
+        self.quantised = self.quantise() if self.options["dtype"] == "fp8" else None
 
-    def select(self, energy_tiles: EnergyTiles | None = None) -> Any:
-        dtype = "fp8" if self.fp8 else "input"
-        options = {**self.size, "alpha": ALPHA, "last_tokens": LAST_TOKENS, "dtype": dtype, "tiles": energy_tiles, "parts": PARTS}
+    def select(self) -> Any:
+        options = {name: value for name, value in self.options.items() if name != "correction"}
         return select_blocks_of_keys(self.q, self.k, self.v, None, self.scale, None, **options)
 
     def means(self) -> Any:
-        return block_means(self.k, self.v, None, self.size["block_size"], PARTS, self.largest)
+        return block_means(self.k, self.v, None, self.block_size, self.options["parts"], self.selection.largest)
 
     def energies(self, tiles: EnergyTiles | None = None) -> Tensor:
-        args = (self.q, self.selection.part_means, None, self.k.shape[2], self.scale, self.size["block_size"], None)
-        return block_energies(*args, tiles)
+        part_means, tokens = self.selection.part_means, self.k.shape[2]
+        return block_energies(self.q, part_means, None, tokens, self.scale, self.block_size, None, tiles)
 
     def quantise(self) -> Any:
         _, k_means, v_means, _, largest = self.selection
-        assert largest is not None
-        return quantise_blocks(self.k, self.v, k_means, v_means, None, self.size["block_size"], largest)
+        return quantise_blocks(self.k, self.v, k_means, v_means, None, self.block_size, largest)
 
-    def attend(self, tiles: AttentionTiles, correction: bool = True) -> Tensor:
+    def attend(self, tiles: AttentionTiles | None = None) -> Tensor:
         blocks, k_means, v_means, _, _ = self.selection
         return attend_key_blocks(
-            self.q, self.k, self.v, k_means, v_means, blocks, None, self.scale, self.size["block_size"],
-            self.size["window_blocks"], correction, None, None, self.quantised, tiles,
+            self.q, self.k, self.v, k_means, v_means, blocks, None, self.scale, self.block_size,
+            self.options["window_blocks"], self.options["correction"], None, None, self.quantised, tiles,
         )  # fmt: skip
 
 
@@ -130,77 +133,75 @@ def measure(clock: Clock, tokens: int, device: torch.device) -> Iterator[dict[st
         "ms": clock.device_ms(lambda: dense(q, k, v), cold=True),
         "error": difference(dense(q, k, v)[0][:, rows], want),
     }
-    for size, (variant, options) in itertools.product(SIZES, VARIANTS.items()):
-        options = {**options, **SIZES[size], "alpha": ALPHA, "last_tokens": LAST_TOKENS}
+    for variant, options in VARIANTS.items():
+        options = {**USUAL, **options}
 
         def run(options: dict[str, Any] = options) -> tuple[Tensor, Tensor]:
             return block_sparse_attention(q, k, v, **options)
 
         out, totals = run()
         computed, causal = totals.tolist()
-        stages = Stages(q, k, v, size, options.get("dtype") == "fp8")
+        stages = Stages(q, k, v, options)
         result = {
             "tokens": tokens,
             "variant": variant,
-            "block_size": size,
             "density": computed / causal,
             "error": difference(out[0][:, rows], want),
             "ms": clock.device_ms(run, cold=True),
             "selection_ms": clock.device_ms(stages.select, cold=True),
             "means_ms": clock.device_ms(stages.means, cold=True),
             "energies_ms": clock.device_ms(stages.energies, cold=True),
+            "attention_ms": clock.device_ms(stages.attend, cold=True),
         }
-        if stages.fp8:
+        if stages.quantised is not None:
             result["conversion_ms"] = clock.device_ms(stages.quantise, cold=True)
         yield result
 
 
-def compile_tiles(tiles: AttentionTiles | EnergyTiles, size: int, fp8: bool, device: torch.device) -> None:
+def compile_tiles(tiles: AttentionTiles | EnergyTiles | None, options: dict[str, Any], device: torch.device) -> None:
     """Leave the machine code in Triton's cache; tiles that do not fit are skipped here and when timed."""
-    q, k, v = structured_inputs(2048, device=device)
+    stages = Stages(*structured_inputs(2048, device=device), options)
     try:
         if isinstance(tiles, EnergyTiles):
-            Stages(q, k, v, size, fp8).energies(tiles)
+            stages.energies(tiles)
         else:
-            Stages(q, k, v, size, fp8).attend(tiles)
+            stages.attend(tiles)
     except triton.runtime.errors.OutOfResources:
         return
 
 
 def sweep(clock: Clock, device: torch.device, tokens: int) -> list[dict[str, Any]]:
     """Times of tiles, and how their results differ from the first's; without those that do not fit."""
-    choices: list[tuple[AttentionTiles | EnergyTiles, int, bool]] = [
-        *((AttentionTiles(*tiles), size, fp8) for fp8, size in itertools.product(SWEEP, SIZES) for tiles in SWEEP[fp8]),
-        *((EnergyTiles(*tiles), size, False) for size, tiles in itertools.product(SIZES, ENERGY_SWEEP)),
-    ]  # fmt: skip
+    choices: list[tuple[AttentionTiles | EnergyTiles, dict[str, Any]]] = [
+        *((AttentionTiles(*t), {"dtype": "fp8" if fp8 else "input"}) for fp8 in SWEEP for t in SWEEP[fp8]),
+        *((EnergyTiles(*tiles), {}) for tiles in ENERGY_SWEEP),
+    ]
     in_processes([(compile_tiles, (*choice, device)) for choice in choices])
     found = []
     q, k, v = structured_inputs(tokens, device=device)
-    for (size, fp8), group in itertools.groupby(choices, lambda choice: choice[1:]):
-        stages = Stages(q, k, v, size, fp8)
-        first = None
-        for tiles, _, _ in group:
-            run = stages.energies if isinstance(tiles, EnergyTiles) else stages.attend
+    for options, group in itertools.groupby(choices, lambda choice: choice[1]):
+        stages = Stages(q, k, v, options)
+        usual = stages.attend()
+        for tiles, _ in group:
+            entry = {**options, "tokens": tokens, "tiles": dataclasses.asdict(tiles)}
             try:
-                got = run(tiles)  # type: ignore[operator]
+                if isinstance(tiles, EnergyTiles):
+                    entry["ms"] = clock.device_ms(lambda: stages.energies(tiles), cold=True)  # noqa: B023
+                else:
+                    entry["difference"] = difference(stages.attend(tiles), usual)
+                    entry["ms"] = clock.device_ms(lambda: stages.attend(tiles), cold=True)  # noqa: B023
             except triton.runtime.errors.OutOfResources:
                 continue
-            got = got.nan_to_num(neginf=0.0)
-            first = got if first is None or first.shape != got.shape else first
-            entry = {"block_size": size, "fp8": fp8, "tiles": dataclasses.asdict(tiles), "energies": got.ndim == 4}
-            entry["energies"] = isinstance(tiles, EnergyTiles)
-            entry["ms"] = clock.device_ms(lambda: run(tiles), cold=True)  # type: ignore[operator]  # noqa: B023
-            entry["difference"] = None if isinstance(tiles, EnergyTiles) else difference(got, first)
             found.append(entry)
     return found
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    columns = ["density", "ms", "selection_ms", "means_ms", "energies_ms", "conversion_ms", "error"]
-    lines = ["| tokens | block | case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 3) + "|"]
+    columns = ["density", "ms", "selection_ms", "means_ms", "energies_ms", "conversion_ms", "attention_ms", "error"]
+    lines = ["| tokens | case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for r in results:
         cells = " | ".join(f"{r[c]:.4f}" if c in r else "" for c in columns)
-        lines.append(f"| {r['tokens']:,} | {r.get('block_size', '')} | {r['variant']} | {cells} |")
+        lines.append(f"| {r['tokens']:,} | {r['variant']} | {cells} |")
     return "\n".join(lines)
 
 
@@ -208,23 +209,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for block_sparse.json")
     parser.add_argument("--lengths", type=int, nargs="*", help=f"tokens; usually {LENGTHS}")
-    parser.add_argument("--sweep", action="store_true", help=f"times of other tiles at {SWEEP_LENGTH:,} tokens too")
+    parser.add_argument("--sweep", action="store_true", help="times of other tiles too")
     parser.add_argument("--no-checks", action="store_true", help="times alone")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, to see that it runs")
     args = parser.parse_args()
     device = torch.device("cpu" if args.dry_run else "cuda")
-    began, clock = time.perf_counter(), Clock(device, repeats=15, seconds=0.2)
+    began, clock = time.perf_counter(), Clock(device, repeats=15, seconds=0.12)
     torch.set_grad_enabled(False)
     checks = [] if args.no_checks else check_all(device)
     print(f"{time.perf_counter() - began:6.1f} s: checked", flush=True)
+    if not args.dry_run:
+        in_processes([(compile_tiles, (None, options, device)) for options in VARIANTS.values()])
     results: list[dict[str, Any]] = []
     for tokens in args.lengths if args.lengths is not None else (300,) if args.dry_run else LENGTHS:
         results += measure(clock, tokens, device)
         print(f"{time.perf_counter() - began:6.1f} s: {tokens:,} tokens", flush=True)
-    found = sweep(clock, device, SWEEP_LENGTH) if args.sweep else []
-    for entry in sorted(found, key=lambda e: (e["energies"], e["fp8"], e["block_size"], -e["ms"])):
-        kind = "energies" if entry["energies"] else "fp8" if entry["fp8"] else "bf16"
-        print(kind, entry["block_size"], *entry["tiles"].values(), f"{entry['ms']:.3f} ms", entry["difference"])
+    found = [entry for tokens in SWEEP_LENGTHS for entry in sweep(clock, device, tokens)] if args.sweep else []
+    for entry in found:
+        kind = entry.get("dtype", "energies")
+        print(entry["tokens"], kind, *entry["tiles"].values(), f"{entry['ms']:.3f} ms", entry.get("difference", ""))
     args.out.mkdir(parents=True, exist_ok=True)
     report = {**where_and_when(device), "checks": checks, "results": results, "sweep": found}
     (args.out / "block_sparse.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -67,6 +67,7 @@ def compiling_for(capability: int) -> Iterator[list[Compiled]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        self.device_caches.clear()  # which do not know that the card has changed
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         found.append(_resources(kernel.result() if hasattr(kernel, "result") else kernel))
 

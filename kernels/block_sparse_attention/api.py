@@ -18,9 +18,7 @@ from uniprefill_fx.kernels.block_sparse_attention.tiles import (
     TILE_ROWS,
     AttentionTiles,
     EnergyTiles,
-    attention_tiles,
 )
-from uniprefill_fx.kernels.common import shared_memory
 
 
 class Selection(NamedTuple):
@@ -122,7 +120,7 @@ def block_sparse_attention(
     check_options(
         scale, softcap, alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, dtype, q.device
     )
-    result_dtype, fp8 = q.dtype, dtype == "fp8"
+    result_dtype = q.dtype
     if triton.knobs.runtime.interpret and result_dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()  # the interpreter multiplies the bit patterns of bfloat16 operands
     if token_bounds is not None:
@@ -137,7 +135,6 @@ def block_sparse_attention(
     quantised = None
     if largest is not None:
         quantised = quantise_blocks(k, v, k_means, v_means, token_bounds, block_size, largest)
-    tiles = tiles or attention_tiles(q.shape[3], v.shape[3], q.element_size(), fp8, shared_memory(q.device))
     out = attend_key_blocks(
         q, k, v, k_means, v_means, blocks, token_bounds, scale, block_size, window_blocks, correction, softcap, sinks,
         quantised, tiles,

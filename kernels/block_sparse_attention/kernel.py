@@ -9,6 +9,8 @@ one pseudo-key, in the same online softmax (FlashPrefill V2, step 5). One loop f
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -20,19 +22,20 @@ from uniprefill_fx.kernels.block_sparse_attention.select_key_blocks import KeyBl
 from uniprefill_fx.kernels.block_sparse_attention.tiles import (
     TILE_ROWS,
     AttentionTiles,
+    attention_tiles,
     positions_of_tile,
     request_of,
 )
-from uniprefill_fx.kernels.common import on_device, tanh
+from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
 
 
 @triton.jit
 def _step(
-    q_tile, k_tile, v_tile, acc, highest, total, unit, capped, visible, added,
-    CAUSAL: tl.constexpr, PSEUDO: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    q_tile, k_tile, v_tile, acc, highest, total, unit, capped, visible, hidden,
+    LOG_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, PSEUDO: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: over keys that all rows see, over `visible` ones if CAUSAL, or over pseudo-keys,
-    to whose logits `added` comes if PSEUDO. v_tile is transposed if FP8.
+    """One step of the online softmax: over keys that all rows see, over `visible` ones if CAUSAL, or over pseudo-keys
+    of LOG_BLOCK more to their logits if PSEUDO, less those whose `hidden` is -inf. v_tile is transposed if FP8.
     """
     # for float32 inputs the default, tf32, would lose 13 bits
     product = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")
@@ -40,12 +43,13 @@ def _step(
         product = tanh(product * capped)
     if CAUSAL:
         product = tl.where(visible, product, float("-inf"))
+    added: tl.constexpr = LOG_BLOCK if PSEUDO else 0.0
     if PSEUDO:
-        product += added[None, :]
+        product += hidden[None, :]
     # the unit is positive, so the largest product belongs to the largest logit
-    above = tl.maximum(highest, tl.max(product, 1) * unit)
+    above = tl.maximum(highest, tl.max(product, 1) * unit + added)
     # weights in eight bits become up to 2^8, so that small ones are no subnormal numbers: the factor cancels
-    lift: tl.constexpr = 8.0 if FP8 else 0.0
+    lift: tl.constexpr = added + (8.0 if FP8 else 0.0)
     weights = tl.exp2(product * unit - (above - lift)[:, None])
     shrink = tl.exp2(highest - above)
     total = total * shrink + tl.sum(weights, 1)
@@ -81,13 +85,19 @@ def _load_block(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     MASKED: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """KEYS keys and values of a block of the request, from its row `within`."""
+    """KEYS keys and values of a block, from its row `within`; `start`: the request's first column, or if FP8 the number
+    of the kv head's first block.
+    """
     if FP8:
-        row, dim, v_dim = tl.arange(0, KEYS), tl.arange(0, DIM_PAD), tl.arange(0, V_PAD)
-        k_block = k + block.to(tl.int64) * (BLOCK * DIM_PAD) + within * DIM_PAD
-        v_block = v + block.to(tl.int64) * (BLOCK * V_PAD) + within
-        k_tile = tl.load(k_block + row[:, None] * DIM_PAD + dim[None, :])
-        v_tile = tl.load(v_block + v_dim[:, None] * BLOCK + row[None, :])
+        if DESCRIBED:
+            number = start + block  # of all blocks of all heads
+            k_tile = k.load([number * BLOCK + within, 0])
+            v_tile = v.load([number * V_PAD, within])
+        else:
+            row, dim, v_dim = tl.arange(0, KEYS), tl.arange(0, DIM_PAD), tl.arange(0, V_PAD)
+            number = (start + block).to(tl.int64)
+            k_tile = tl.load(k + number * (BLOCK * DIM_PAD) + within * DIM_PAD + row[:, None] * DIM_PAD + dim[None, :])
+            v_tile = tl.load(v + number * (BLOCK * V_PAD) + within + v_dim[:, None] * BLOCK + row[None, :])
     else:
         at, end = start + block * BLOCK + within, start + length
         k_tile = _load_rows(k, at, end, k_row_stride, KEYS, DIM, DIM_PAD, MASKED, DESCRIBED)
@@ -102,7 +112,7 @@ def _block_sparse_attention_kernel(
     queries, tokens, blocks, scale, softcap, window_blocks, correction,
     q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
     v_batch_stride, v_head_stride, v_row_stride, out_batch_stride, out_row_stride,
-    GROUPS: tl.constexpr, POSITIONS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, POSITIONS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BOUNDS: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -135,13 +145,10 @@ def _block_sparse_attention_kernel(
         most = tl.where(most > 0.0, most, 1.0)
         q_tile = (q_tile.to(tl.float32) * (448.0 / most)).to(tl.float8e4nv)
         scale *= (most / 448.0) * (tl.load(largest + head) / 448.0)
-        quantised = blocks + tl.cdiv(blocks, 128) * (128 // BLOCK)
-        k += head * quantised * (BLOCK * DIM_PAD)
-        v += head * quantised * (BLOCK * V_PAD)
-    else:
-        if not DESCRIBED:
-            k += batch * k_batch_stride + kv_head * k_head_stride
-            v += batch * v_batch_stride + kv_head * v_head_stride
+        start = head.to(tl.int32) * (blocks + tl.cdiv(blocks, 128) * (128 // BLOCK))
+    elif not DESCRIBED:
+        k += batch * k_batch_stride + kv_head * k_head_stride
+        v += batch * v_batch_stride + kv_head * v_head_stride
         k_means += head * blocks * DIM
         v_means += head * blocks * V_DIM
     unit = scale * LOG2E  # from products, as `_step` has them, to logits of base 2
@@ -168,8 +175,9 @@ def _block_sparse_attention_kernel(
         )  # fmt: skip
         visible = (block * BLOCK + within + lane)[None, :] <= position[:, None]
         acc, highest, total = _step(
-            q_tile, k_tile, v_tile, acc, highest, total, unit, capped, visible, 0.0, True, False, SOFTCAP, FP8
-        )
+            q_tile, k_tile, v_tile, acc, highest, total, unit, capped, visible, 0.0,
+            LOG_BLOCK, True, False, SOFTCAP, FP8,
+        )  # fmt: skip
     for i in tl.range(0, whole * STEPS, num_stages=STAGES):
         block, within = tl.load(indices + i // STEPS), i % STEPS * KEYS
         k_tile, v_tile = _load_block(
@@ -177,8 +185,9 @@ def _block_sparse_attention_kernel(
             KEYS, BLOCK, DIM, DIM_PAD, V_DIM, V_PAD, False, FP8, DESCRIBED,
         )  # fmt: skip
         acc, highest, total = _step(
-            q_tile, k_tile, v_tile, acc, highest, total, unit, capped, True, 0.0, False, False, SOFTCAP, FP8
-        )
+            q_tile, k_tile, v_tile, acc, highest, total, unit, capped, True, 0.0,
+            LOG_BLOCK, False, False, SOFTCAP, FP8,
+        )  # fmt: skip
     # blocks that are not kept lie before the window, and are full
     limit = tl.maximum(first // BLOCK - window_blocks + 1, 0)
     if (correction == 0) | (listed == (stop - 1) // BLOCK + 1):
@@ -191,12 +200,13 @@ def _block_sparse_attention_kernel(
                 KEYS, BLOCK, DIM, DIM_PAD, V_DIM, V_PAD, False, FP8, DESCRIBED,
             )  # fmt: skip
         else:
-            k_tile = _load_rows(k_means, at, blocks, DIM, KEYS, DIM, DIM_PAD, True, False)
-            v_tile = _load_rows(v_means, at, blocks, V_DIM, KEYS, V_DIM, V_PAD, True, False)
-        added = tl.load(pseudo + at + lane, mask=at + lane < limit, other=float("-inf")) / unit
+            k_tile = _load_rows(k_means, at, blocks, DIM, KEYS, DIM, DIM_PAD, True, DESCRIBED)
+            v_tile = _load_rows(v_means, at, blocks, V_DIM, KEYS, V_DIM, V_PAD, True, DESCRIBED)
+        hidden = tl.load(pseudo + at + lane, mask=at + lane < limit, other=float("-inf"))
         acc, highest, total = _step(
-            q_tile, k_tile, v_tile, acc, highest, total, unit, capped, True, added, False, True, SOFTCAP, FP8
-        )
+            q_tile, k_tile, v_tile, acc, highest, total, unit, capped, True, hidden,
+            LOG_BLOCK, False, True, SOFTCAP, FP8,
+        )  # fmt: skip
 
     if FP8:
         total *= 448.0 / tl.load(largest + tl.num_programs(1) * tl.num_programs(2) + head)
@@ -204,6 +214,12 @@ def _block_sparse_attention_kernel(
     out_rows = out + batch * out_batch_stride + column * out_row_stride + own_head * V_DIM
     stored = exists[:, None] & (v_dim < V_DIM)[None, :]
     tl.store(out_rows[:, None] + v_dim[None, :], result.to(out.dtype.element_ty), mask=stored)
+
+
+def _usual_tiles(q: Tensor, v: Tensor, fp8: bool, described: bool) -> AttentionTiles:
+    wide = q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= (9, 0)
+    room = shared_memory(q.device)
+    return attention_tiles(q.shape[3], v.shape[3], q.element_size(), fp8, described and wide, wide, room)
 
 
 def _describable(x: Tensor) -> bool:
@@ -226,7 +242,7 @@ def attend_key_blocks(
     softcap: float | None,
     sinks: Tensor | None,
     quantised: QuantisedBlocks | None,
-    tiles: AttentionTiles,
+    tiles: AttentionTiles | None = None,
 ) -> Tensor:
     """Attention over the kept blocks, and over the means of the others if `correction` (FlashPrefill V2, steps 5 and 6).
 
@@ -236,6 +252,7 @@ def attend_key_blocks(
         token_bounds: (batch, 2) int32 on the same device, [start, end) columns of each request; None: all columns.
         window_blocks: as `blocks` were selected with. sinks: `heads` elements, contiguous.
         quantised: what is read in place of k, v and the means; q and the weights are then rounded to e4m3 as well.
+        tiles: for measurements; `attention_tiles` otherwise.
 
     Returns:
         (batch, heads, queries, v_dim) in the type of q, laid out as (batch, queries, heads, v_dim); zeros in padding.
@@ -246,14 +263,19 @@ def attend_key_blocks(
     allocate = torch.empty if token_bounds is None else torch.zeros  # padding is nobody's tile
     out = allocate(batch, queries, heads, v_dim, dtype=q.dtype, device=q.device)
     k_read, v_read, largest = quantised or (k, v, q)
-    parts, keys = TILE_ROWS // tiles.rows, min(tiles.keys, block_size)
     least = 32 if fp8 else 16
     dim_pad, v_pad = max(least, triton.next_power_of_2(head_dim)), max(least, triton.next_power_of_2(v_dim))
     # the copy engine cannot stop at the end of a request, and what is past it may not be a number
-    described = tiles.descriptors and not fp8 and token_bounds is None and _describable(k) and _describable(v)
-    if described:
-        k_read = TensorDescriptor.from_tensor(k, [1, 1, keys, dim_pad])
-        v_read = TensorDescriptor.from_tensor(v, [1, 1, keys, v_pad])
+    described = fp8 or (token_bounds is None and all(_describable(x) for x in (k, v, k_means, v_means)))
+    tiles = tiles or _usual_tiles(q, v, fp8, described)
+    parts, keys = TILE_ROWS // tiles.rows, min(tiles.keys, block_size)
+    described = described and tiles.descriptors
+    if described and fp8:
+        k_read = TensorDescriptor.from_tensor(k_read.view(-1, dim_pad), [keys, dim_pad])
+        v_read = TensorDescriptor.from_tensor(v_read.view(-1, block_size), [v_pad, keys])
+    elif described:
+        k_read, k_means = (TensorDescriptor.from_tensor(x, [1, 1, keys, dim_pad]) for x in (k, k_means))
+        v_read, v_means = (TensorDescriptor.from_tensor(x, [1, 1, keys, v_pad]) for x in (v, v_means))
     with on_device(q.device):
         _block_sparse_attention_kernel[(blocks.counts.shape[2] * parts, kv_heads, batch)](
             q, k_read, v_read, k_means, v_means, largest, blocks.counts, blocks.indices, blocks.pseudo,
@@ -261,7 +283,7 @@ def attend_key_blocks(
             queries, tokens, blocks.indices.shape[3], scale, softcap or 1.0, window_blocks,
             int(correction), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
             GROUPS=groups, POSITIONS=TILE_ROWS // groups, TILE=TILE_ROWS,
-            BLOCK=block_size, DIM=head_dim, DIM_PAD=dim_pad, V_DIM=v_dim, V_PAD=v_pad,
+            BLOCK=block_size, LOG_BLOCK=math.log2(block_size), DIM=head_dim, DIM_PAD=dim_pad, V_DIM=v_dim, V_PAD=v_pad,
             BOUNDS=token_bounds is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, FP8=fp8,
             DESCRIBED=described, ROWS=tiles.rows, KEYS=keys, STAGES=tiles.stages,
             num_warps=tiles.warps, maxnreg=tiles.registers,

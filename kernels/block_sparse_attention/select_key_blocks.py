@@ -24,8 +24,8 @@ class KeyBlocks(NamedTuple):
     indices: Tensor
     """(batch, kv_heads, tiles, blocks) int32: their numbers, ascending; entries past the count are not written."""
     pseudo: Tensor
-    """(batch, kv_heads, tiles, blocks) float32: log2 of the block size where a block is not kept, so that its mean can
-    stand for it; -inf where it is; blocks that no row sees are not written."""
+    """(batch, kv_heads, tiles, blocks) float32: what comes to the logit of a block's mean: 0 where the block is not
+    kept, so that its mean can stand for it, -inf where it is; blocks that no row sees are not written."""
     totals: Tensor
     """(2,) int64: kept blocks, and blocks that causality allows, over the whole call."""
 
@@ -34,8 +34,7 @@ class KeyBlocks(NamedTuple):
 def _select_key_blocks_kernel(
     energies, bounds, counts, indices, totals, queries, tokens, blocks,
     log_alpha, sink_blocks, window_blocks, last_tokens,
-    POSITIONS: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr, BOUNDS: tl.constexpr,
-    LANES: tl.constexpr,
+    POSITIONS: tl.constexpr, BLOCK: tl.constexpr, BOUNDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """A program takes one tile of queries; LANES blocks at a time."""
     tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -65,7 +64,7 @@ def _select_key_blocks_kernel(
         keep = ((block < visible) & keep).to(tl.int32)
         tl.store(indices + count + tl.cumsum(keep, 0) - keep, block, mask=keep != 0)
         # in the place of the energies, each of which only this program reads
-        tl.store(energies + block, tl.where(keep != 0, float("-inf"), LOG_BLOCK), mask=block < visible)
+        tl.store(energies + block, tl.where(keep != 0, float("-inf"), 0.0), mask=block < visible)
         count += tl.sum(keep, 0)
     tl.store(counts + number, count)
     tl.atomic_add(totals, count.to(tl.int64))
@@ -107,6 +106,6 @@ def select_key_blocks(
             energies, energies if token_bounds is None else token_bounds, counts, indices, totals,
             queries, tokens, blocks, math.log2(alpha) if alpha > 0 else -math.inf,
             sink_blocks, window_blocks, last_tokens,
-            POSITIONS=positions, BLOCK=block_size, LOG_BLOCK=math.log2(block_size), BOUNDS=token_bounds is not None, LANES=512, num_warps=4,
+            POSITIONS=positions, BLOCK=block_size, BOUNDS=token_bounds is not None, LANES=512, num_warps=4,
         )  # fmt: skip
     return KeyBlocks(counts, indices, energies, totals)

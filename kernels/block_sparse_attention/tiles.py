@@ -47,28 +47,37 @@ class EnergyTiles:
     stages: int
 
 
-def attention_tiles(head_dim: int, v_dim: int, itemsize: int, fp8: bool, shared_memory: int) -> AttentionTiles:
+def attention_tiles(
+    head_dim: int, v_dim: int, itemsize: int, fp8: bool, copy_engine: bool, wide: bool, shared_memory: int
+) -> AttentionTiles:
     """Tiles that fit in `shared_memory` bytes a program.
 
-    128 rows on 8 warps are two warp groups, each with the 64 rows of a Hopper matrix instruction. float32 operands are
-    multiplied as three products of TF32 and need twice the room.
+    `wide`: the card has matrix instructions for warp groups (Hopper), which leave operands in shared memory; older ones
+    need registers for them. There, 128 rows on 8 warps are two warp groups with 64 rows each. With the copy engine no
+    addresses take registers, and 128 registers a thread are enough for two programs on a multiprocessor, so that one
+    multiplies while the other is at its exponentials. float32 operands are multiplied as three products of TF32 and
+    need twice the room.
     """
-    widest = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim))
-    total = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_dim)
+    dim, value = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
+    widest = max(dim, value)
     if fp8:
-        choices = [AttentionTiles(128, 128 if widest <= 128 else 64, 8, 3), AttentionTiles(64, 64, 4, 2)]
         itemsize = 1
+        choices = [AttentionTiles(64, 128, 4, 2, None, copy_engine) if widest <= 128 else AttentionTiles(128, 64, 8, 2)]
+        if not wide:
+            choices = [AttentionTiles(64, 64 if widest <= 128 else 32, 4 if widest <= 128 else 8, 2)]
     elif itemsize == 4:
-        choices = [AttentionTiles(64, 32, 4 if widest <= 128 else 8, 1), AttentionTiles(32, 32, 4, 1)]
+        choices = [AttentionTiles(64, 32, 4 if widest <= 128 else 8, 1)]
+    elif not wide:
+        choices = [AttentionTiles(64, 64 if widest <= 128 else 32, 4 if widest <= 128 else 8, 2)]
+    elif copy_engine:
+        registers = 128 if widest <= 128 else None
+        choices = [AttentionTiles(128, 64, 8, 3 if widest <= 64 else 2, registers, True)]
     else:
-        choices = [
-            AttentionTiles(128, 128 if widest <= 128 else 64, 8, 2),
-            AttentionTiles(64, 64, 4, 2),
-            AttentionTiles(32, 64, 4, 2),
-        ]
+        choices = [AttentionTiles(128, 128 if widest <= 128 else 64, 8, 2)]
+    choices += [AttentionTiles(64, 32, 4, 2), AttentionTiles(32, 32, 4, 1)]
     for tiles in choices:
-        loaded = (tiles.rows * widest + tiles.stages * tiles.keys * total) * itemsize
-        if loaded * (2 if itemsize == 4 else 1) <= shared_memory:
+        loaded = (tiles.rows * dim + tiles.stages * tiles.keys * (dim + value)) * itemsize
+        if loaded * (2 if itemsize == 4 else 1) <= shared_memory - 2048:
             return tiles
     return AttentionTiles(16, 16, 4, 1)
 
