@@ -246,3 +246,10 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 def test_options_that_do_not_fit_the_model(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         uniprefill_fx.explain(tiny_llama(2), token_ids(300), **(ALONE | options))
+
+
+def test_the_report_says_how_much_was_computed() -> None:
+    text = str(uniprefill_fx.explain(tiny_gemma3(layers=2), token_ids(TOKENS), **ALONE))
+    assert "700 tokens, none dropped; attention computed" in text
+    rows = [line for line in text.splitlines() if "% of blocks" in line]
+    assert len(rows) == 1 and rows[0].strip().startswith("1  full, ")
