@@ -39,6 +39,7 @@ class Bench:
             "keep_ratio": list(drops.values()),
             "min_tokens": 0,
             "inner_backend": args.inner_backend,
+            **getattr(args, "more", {}),
         }
         self.results: list[dict[str, Any]] = []
         self.warned: set[str] = set()

@@ -13,7 +13,15 @@ import pytest
 from option_refusals import FRACTION, refuse
 
 import uniprefill_fx.config as config_module
-from uniprefill_fx.config import DEFAULT_MIN_TOKENS, PRESETS, OptionError, PrefillConfig, auto_drop_layers, preset_for
+from uniprefill_fx.config import (
+    DEFAULT_MIN_TOKENS,
+    DEFAULT_SPARSE_MIN_TOKENS,
+    PRESETS,
+    OptionError,
+    PrefillConfig,
+    auto_drop_layers,
+    preset_for,
+)
 
 # A value unlike the default for each option, with whatever it needs beside it.
 OTHER_VALUES: dict[str, dict[str, Any]] = {
@@ -30,6 +38,16 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "inner_backend": {"inner_backend": "eager"},
     "inner_options": {"inner_options": {"max_autotune": True}},
     "score_dtype": {"score_dtype": "float64"},
+    "attention": {"attention": "block_sparse"},
+    "sparse_alpha": {"sparse_alpha": 0.2},
+    "sparse_block_size": {"sparse_block_size": 64},
+    "sparse_sink_blocks": {"sparse_sink_blocks": 1},
+    "sparse_window_blocks": {"sparse_window_blocks": 2},
+    "sparse_last_tokens": {"sparse_last_tokens": 0},
+    "sparse_correction": {"sparse_correction": False},
+    "sparse_layers": {"sparse_layers": "all"},
+    "sparse_min_tokens": {"sparse_min_tokens": 0},
+    "attention_dtype": {"attention": "block_sparse", "attention_dtype": "float8_e4m3"},
     "strict": {"strict": True},
 }
 
@@ -51,6 +69,16 @@ def test_defaults() -> None:
         "inner_backend": "inductor",
         "inner_options": None,
         "score_dtype": "float32",
+        "attention": "dense",
+        "sparse_alpha": 0.1,
+        "sparse_block_size": 128,
+        "sparse_sink_blocks": 2,
+        "sparse_window_blocks": 4,
+        "sparse_last_tokens": 256,
+        "sparse_correction": True,
+        "sparse_layers": "auto",
+        "sparse_min_tokens": DEFAULT_SPARSE_MIN_TOKENS,
+        "attention_dtype": "model",
         "strict": False,
     }
 

@@ -75,10 +75,10 @@ def test_the_gpu_must_multiply_eight_bits(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config, device = PrefillConfig(score_dtype="float8_e4m3"), torch.device("cuda", 0)
     if can:
-        devices.check_score_dtype(config, device)
+        devices.check_dtypes(config, device)
     else:
         with pytest.raises(OptionError, match=r"for a model on cuda:0.*capability 8\.9"):
-            devices.check_score_dtype(config, device)
+            devices.check_dtypes(config, device)
 
 
 def test_the_option_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:

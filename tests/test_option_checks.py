@@ -13,7 +13,7 @@ from option_refusals import FRACTION, refuse
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 
-LAYERS = "'auto', 'all', or a non-empty list of different decoder layer indices, counted from 0"
+LAYERS = "'auto', 'all', 'none', or a non-empty list of different decoder layer indices, counted from 0"
 BACKENDS = "the name of a registered torch.compile backend ('inductor', 'aot_eager', 'eager', …), or a callable"
 
 
@@ -153,7 +153,7 @@ def test_bad_drop_layers(value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        ([], "To drop nowhere, use uniprefill_fx.disabled() or p=1.0."),
+        ([], "To drop nowhere, pass 'none', or use uniprefill_fx.disabled()."),
         (5, "Pass a list, even for one layer."),
         ([-1], "Each index is an integer of at least 0."),
         ([5, 5], "Name each layer once."),

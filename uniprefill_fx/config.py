@@ -28,6 +28,9 @@ DEFAULT_MIN_TOKENS = 2048
 On an H200 with Llama-3.1-8B's shape dropping took 1.2 times as long as dense at 1,024 tokens, and 0.75 times as long at
 2,048 (`benchmarks/results`)."""
 
+DEFAULT_SPARSE_MIN_TOKENS = 8192
+"""Below, choosing blocks of keys costs more than it saves."""
+
 LAYERS_PER_DROP = 4
 """Distance in decoder layers between the published drop layers of Llama-3.1-8B and Qwen3-Next (`auto_drop_layers`)."""
 
@@ -115,6 +118,16 @@ _CHECKS: Mapping[str, Check] = {
     "inner_backend": checks.inner_backend,
     "inner_options": checks.optional(checks.inner_options),
     "score_dtype": checks.choice("float32", "float64", "float8_e4m3"),
+    "attention": checks.choice("dense", "block_sparse"),
+    "sparse_alpha": checks.alphas,
+    "sparse_block_size": checks.one_of(64, 128),
+    "sparse_sink_blocks": checks.integer(0, "0 forces no first blocks of keys."),
+    "sparse_window_blocks": checks.integer(1, "The block of a query itself is always computed."),
+    "sparse_last_tokens": checks.integer(0, "0: the last queries are no exception."),
+    "sparse_correction": checks.boolean,
+    "sparse_layers": checks.sparse_layers,
+    "sparse_min_tokens": checks.integer(0, "0 lets a prompt of any length leave out blocks."),
+    "attention_dtype": checks.choice("model", "float8_e4m3"),
     "strict": checks.boolean,
 }
 
@@ -141,8 +154,9 @@ class PrefillConfig:
     sink_tokens: int = 128
     """How many of the first tokens are always kept."""
 
-    drop_layers: Literal["auto", "all"] | tuple[int, ...] = "auto"
-    """Decoder layers after whose attention tokens are dropped: "auto" (`auto_drop_layers`), "all", or indices."""
+    drop_layers: Literal["auto", "all", "none"] | tuple[int, ...] = "auto"
+    """Decoder layers after whose attention tokens are dropped: "auto" (`auto_drop_layers`), "all", "none", or
+    indices."""
 
     window: Literal["position", "index"] = "position"
     """What a sliding window counts after a drop: original positions, or, as the public reference does, kept rows."""
@@ -169,6 +183,38 @@ class PrefillConfig:
     """Type in which scores are computed and summed. "float8_e4m3": queries and keys are rounded to 8 bits before they
     are multiplied, with one scale a tile; softmax and sums are float32. Needs a GPU that multiplies such numbers."""
 
+    attention: Literal["dense", "block_sparse"] = "dense"
+    """How full attention over a prompt is computed: every block of keys, or those that matter to each tile of queries
+    (FlashPrefill, arXiv 2603.06199). Sliding windows, chunks and decode stay as they are."""
+
+    sparse_alpha: float | tuple[float, ...] = 0.1
+    """A block of keys is computed where its energy is at least this fraction of the tile's highest, in [0, 1)."""
+
+    sparse_block_size: Literal[64, 128] = 128
+    """Tokens in a block of keys."""
+
+    sparse_sink_blocks: int = 2
+    """How many of the first blocks are always computed."""
+
+    sparse_window_blocks: int = 4
+    """How many blocks up to a query's own are always computed, that one among them."""
+
+    sparse_last_tokens: int = 256
+    """The last queries of a prompt, so many of them, see every block."""
+
+    sparse_correction: bool = True
+    """Let a block that is left out take part as one key, its mean, with the mean of its values."""
+
+    sparse_layers: Literal["auto", "all"] | tuple[int, ...] = "auto"
+    """Decoder layers whose attention is block-sparse: "auto", wherever it can be; "all", where any that cannot is a
+    refusal; or indices."""
+
+    sparse_min_tokens: int = DEFAULT_SPARSE_MIN_TOKENS
+    """Attention over fewer rows computes every block, which is decided at run time."""
+
+    attention_dtype: Literal["model", "float8_e4m3"] = "model"
+    """Type in which block-sparse attention multiplies. "float8_e4m3" needs a GPU that multiplies such numbers."""
+
     strict: bool = False
     """Raise where an attention op would otherwise stay dense with a recorded reason."""
 
@@ -176,6 +222,7 @@ class PrefillConfig:
         for option in fields(self):
             self._store(option.name, _CHECKS[option.name](option.name, getattr(self, option.name)))
         self._check_keep_ratio()
+        self._check_sparse()
         self._sort_drop_layers()
 
     def _store(self, name: str, value: object) -> None:
@@ -188,6 +235,16 @@ class PrefillConfig:
         if self.selection == "top_p" and self.keep_ratio is not None:
             hint = "Set selection='top_k' as well, or use p in its place."
             raise OptionError("keep_ratio", self.keep_ratio, "None with selection='top_p'", hint)
+
+    def _check_sparse(self) -> None:
+        if self.attention == "block_sparse":
+            return
+        if self.drop_layers == "none":
+            hint = "Nothing would change; set attention='block_sparse' as well, or name layers."
+            raise OptionError("drop_layers", "none", "'none' with attention='block_sparse'", hint)
+        if self.attention_dtype != "model":
+            hint = "Set attention='block_sparse' as well."
+            raise OptionError("attention_dtype", self.attention_dtype, "'model' with attention='dense'", hint)
 
     def _sort_drop_layers(self) -> None:
         if isinstance(self.drop_layers, str):

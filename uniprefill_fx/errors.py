@@ -22,6 +22,7 @@ class Category(StrEnum):
     BATCH = "batch"
     TOKEN_AXIS = "token-axis-specialised"
     RESIDUAL = "residual-stream-not-found"
+    SPARSE = "attention-stays-dense"
     OUTPUT = "output-not-restorable"
     FULL_LOGITS = "full-logits"
     TOKEN_OP = "operation-mixes-tokens"

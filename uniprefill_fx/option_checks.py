@@ -142,19 +142,55 @@ def boolean(option: str, value: object) -> bool:
 
 def drop_layers(option: str, value: object) -> str | tuple[int, ...]:
     """ "auto", "all", or different decoder layer indices in any order."""
-    names = ("auto", "all")
+    names = ("auto", "all", "none")
     if isinstance(value, str) and value in names:
         return value
-    allowed = "'auto', 'all', or a non-empty list of different decoder layer indices, counted from 0"
+    allowed = "'auto', 'all', 'none', or a non-empty list of different decoder layer indices, counted from 0"
     if not _is_sequence(value):
         raise OptionError(option, value, allowed, did_you_mean(value, names, "Pass a list, even for one layer."))
     if not value:
-        raise OptionError(option, value, allowed, "To drop nowhere, use uniprefill_fx.disabled() or p=1.0.")
+        raise OptionError(option, value, allowed, "To drop nowhere, pass 'none', or use uniprefill_fx.disabled().")
     if not all(_is_integer(layer) and layer >= 0 for layer in value):
         raise OptionError(option, value, allowed, "Each index is an integer of at least 0.")
     if len(set(value)) != len(value):
         raise OptionError(option, value, allowed, "Name each layer once.")
     return tuple(map(int, value))
+
+
+def sparse_layers(option: str, value: object) -> str | tuple[int, ...]:
+    """ "auto", "all", or different decoder layer indices in any order."""
+    found = drop_layers(option, value)
+    if found == "none":
+        raise OptionError(
+            option, value, "'auto', 'all', or a list of layers", "attention='dense' computes every block."
+        )
+    return tuple(sorted(found)) if isinstance(found, tuple) else found
+
+
+def alphas(option: str, value: object) -> float | tuple[float, ...]:
+    """A number in [0, 1), or a list of them with one for each block-sparse layer."""
+
+    def fits(x: object) -> bool:
+        return isinstance(x, Real) and not isinstance(x, bool) and bool(0 <= x < 1)  # type: ignore[operator]
+
+    if fits(value):
+        return float(value)  # type: ignore[arg-type]
+    if _is_sequence(value) and value and all(map(fits, value)):
+        return tuple(map(float, value))
+    allowed = "a number in [0, 1), or a list with one for each block-sparse layer"
+    raise OptionError(option, value, allowed, "0 keeps every block; larger numbers keep fewer.")
+
+
+def one_of(*numbers: int) -> Check:
+    """One of a few integers."""
+
+    def check(option: str, value: object) -> int:
+        if not _is_integer(value) or value not in numbers:
+            allowed = " or ".join(map(str, numbers))
+            raise OptionError(option, value, allowed, "The kernels have these sizes.")
+        return int(value)
+
+    return check
 
 
 def inner_backend(option: str, value: object) -> str | Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch import fx
 from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
-from uniprefill_fx.lowering.devices import check_score_dtype
+from uniprefill_fx.lowering.devices import check_dtypes
 from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
 from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
 from uniprefill_fx.passes import trace_log
@@ -91,8 +91,8 @@ def _plan(c: Compilation) -> None:
     # of a prompt of one token there is nothing to say
     if c.config.strict and c.plan.prefill and refusals and refusals[-1].category is not Category.TOO_SHORT:
         raise StrictError("; ".join(map(str, refusals)))
-    if c.plan.drops:
-        check_score_dtype(c.config, meta(c.plan.drops[0].attention.q).device)
+    if c.plan.rewrites:
+        check_dtypes(c.config, meta(c.plan.attention_nodes[0].q).device)
 
 
 def _drop_tokens(c: Compilation) -> None:
@@ -162,13 +162,13 @@ def compile_graph(
         raise TraceAgain("a library was imported since the backend was loaded")
     c = Compilation(gm, inputs, config, observer is not None)
     _run(c, (*NORMALIZE, *ANALYZE))
-    if c.plan.drops:
+    if c.plan.rewrites:
         try:
             _run(c, REWRITE)
             c.run = _prefill(c)
         except Exception as error:
             _failed(c, error, "rewriting failed, the prompt stays dense")
-            c.plan, c.after = replace(c.plan, drops=()), None
+            c.plan, c.after = replace(c.plan, drops=(), sparse=()), None
     if c.run is None:
         c.run = Undropped(compile_whole(c.inner, _lowered(c), inputs), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
     for refusal in c.plan.refusals if c.plan.prefill else ():

@@ -6,7 +6,7 @@ fields one by one, in the order in which they are written here; `SCHEMA` and `ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -90,6 +90,38 @@ def bias_of_request(bias: Tensor, heads: int, request: int) -> Tensor:
     """The (1, heads, 1, positions) part of a bias (..., heads, 1, positions) of one request, or of all."""
     by_request = bias.reshape(-1, heads, 1, bias.shape[-1])
     return by_request[request : request + 1] if by_request.shape[0] > 1 else by_request
+
+
+@dataclass(frozen=True)
+class SparseSpec:
+    """How block-sparse attention chooses and computes blocks of keys (`kernels.block_sparse_attention`).
+
+    Attributes:
+        alpha: a block is computed where its energy is at least this fraction of the tile's highest; 0: every block.
+        block_size: tokens a block. sink_blocks, window_blocks: how many first blocks, and blocks up to a query's own,
+            are computed in any case. last_tokens: the last queries, which see every block.
+        correction: whether a block that is left out takes part as one key. fp8: whether products are of e4m3 numbers.
+        min_tokens: with fewer rows every block is computed.
+    """
+
+    alpha: float
+    block_size: int
+    sink_blocks: int
+    window_blocks: int
+    last_tokens: int
+    correction: bool
+    fp8: bool
+    min_tokens: int
+
+    def numbers(self) -> list[float]:
+        """The fields as one row of the tensor that hands them to the op."""
+        return [float(getattr(self, field.name)) for field in fields(self)]
+
+    @classmethod
+    def of_numbers(cls, row: Sequence[float]) -> SparseSpec:
+        """What `numbers` was made from."""
+        alpha, block_size, sink, window, last, correction, fp8, least = row
+        return cls(alpha, int(block_size), int(sink), int(window), int(last), bool(correction), bool(fp8), int(least))
 
 
 @dataclass(frozen=True)

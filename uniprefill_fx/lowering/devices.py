@@ -21,16 +21,12 @@ def runs_kernels() -> bool:
     return nvidia and importlib.util.find_spec("triton") is not None
 
 
-def check_score_dtype(config: PrefillConfig, device: torch.device) -> None:
-    """Raise OptionError where scores cannot be computed in the type that was asked for."""
-    if config.score_dtype != "float8_e4m3" or multiplies_fp8(device):
-        return
-    raise OptionError(
-        "score_dtype",
-        config.score_dtype,
-        f"'float32' or 'float64' for a model on {device}",
-        "It needs Triton and an NVIDIA GPU of compute capability {}.{} or later.".format(*FP8_CAPABILITY),
-    )
+def check_dtypes(config: PrefillConfig, device: torch.device) -> None:
+    """Raise OptionError where scores or attention cannot be computed in the type that was asked for."""
+    for option, otherwise in (("score_dtype", "'float32' or 'float64'"), ("attention_dtype", "'model'")):
+        if getattr(config, option) == "float8_e4m3" and not multiplies_fp8(device):
+            needs = "It needs Triton and an NVIDIA GPU of compute capability {}.{} or later.".format(*FP8_CAPABILITY)
+            raise OptionError(option, "float8_e4m3", f"{otherwise} for a model on {device}", needs)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ Each has a fake (shapes and strides only) and a plain torch implementation that 
 from __future__ import annotations
 
 import uniprefill_fx.ops.attention
+import uniprefill_fx.ops.block_sparse_attention
 import uniprefill_fx.ops.cache
 import uniprefill_fx.ops.gather
 import uniprefill_fx.ops.known_mask

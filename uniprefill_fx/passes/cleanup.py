@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from uniprefill_fx.passes.dataflow import written_nodes
-from uniprefill_fx.passes.node_utils import is_selected
+from uniprefill_fx.passes.node_utils import counts_blocks, is_selected
 from uniprefill_fx.torch_internals import moves_between_vmap_levels
 
 
@@ -18,4 +18,5 @@ def clean(gm: fx.GraphModule) -> None:
 
 def _keeps(node: fx.Node) -> bool:
     kept = node.op in ("placeholder", "output") or moves_between_vmap_levels(node)
-    return kept or is_selected(node) or bool(written_nodes(node)) or node.is_impure()
+    kept |= is_selected(node) or counts_blocks(node)
+    return kept or bool(written_nodes(node)) or node.is_impure()

@@ -104,6 +104,11 @@ def is_op(node: fx.Node, name: str) -> bool:
     return node.op == "call_function" and node.target in (packet, packet.default)
 
 
+def counts_blocks(node: fx.Node) -> bool:
+    """Whether a node is what block-sparse attention says of its blocks."""
+    return "uniprefill_layer" in node.meta and node.args[1:] == (1,)
+
+
 def is_selected(node: fx.Node) -> bool:
     """Whether a node is one of the two results of a `select`."""
     return any(is_op(parent, "select") for parent in node.all_input_nodes)

@@ -58,6 +58,8 @@ class LastCall:
         columns: length of the input, padding included; None with `tokens`.
         token_bounds: by request, the first column of its tokens and the one past its last. A dense call does not look
             at padding: they are all columns there.
+        density: by decoder layer with block-sparse attention, the computed part of the blocks of keys that causality
+            allows; 1.0 where every block was computed.
     """
 
     dropped: bool
@@ -69,6 +71,7 @@ class LastCall:
     changed: Mapping[str, Any] = field(default_factory=_nothing)
     columns: int | None = None
     token_bounds: tuple[tuple[int, int], ...] = ()
+    density: Mapping[int, float] = field(default_factory=_nothing)
 
     @property
     def compute_fraction(self) -> float:
@@ -81,12 +84,16 @@ class LastCall:
     work = _renamed("work", "compute_fraction")
 
     def __str__(self) -> str:
-        if not self.dropped:
+        if not self.dropped and not self.density:
             return f"dense ({self.reason})" if self.reason else "dense"
-        lines = [f"dropped: {self.tokens} tokens, compute {self.compute_fraction:.2f} of dense"]
+        done = "dropped" if self.dropped else "nothing dropped"
+        lines = [f"{done}: {self.tokens} tokens, compute {self.compute_fraction:.2f} of dense"]
         for layer, bounds in self.cu_seqlens.items():
             counts = [str(end - start) for start, end in itertools.pairwise(bounds)]
             lines.append(f"  after layer {layer}: kept {', '.join(counts)}")
+        if self.density:
+            each = ", ".join(f"{layer}: {share:.2f}" for layer, share in self.density.items())
+            lines.append(f"  blocks of keys computed, by layer: {each}")
         lines += [f"  {self.reason}"] if self.reason else []
         return "\n".join(lines)
 
@@ -102,12 +109,14 @@ class Drops:
         token_bounds: (batch, 2) int64 on the CPU, before any drop.
         kept: by drop, what was selected of the stream before it, and where the tokens of the new one lie: (batch, most)
             int64, (batch, 2) int64 on the CPU.
+        blocks: by layer with block-sparse attention, (2,) int64: blocks computed, and blocks that causality allows.
     """
 
     layers: tuple[int, ...]
     num_layers: int
     token_bounds: Tensor
     kept: tuple[tuple[Tensor, Tensor], ...]
+    blocks: tuple[tuple[int, Tensor], ...] = ()
 
     def counts(self) -> list[int]:
         """Tokens in the stream: at first, and after each drop."""
@@ -144,7 +153,7 @@ class DroppedCall(LastCall):
 
     @property
     def dropped(self) -> bool:
-        return self.reason is None or self._counts[-1] < self._counts[0]
+        return bool(self._drops.layers) and (self.reason is None or self._counts[-1] < self._counts[0])
 
     @property
     def tokens(self) -> int:
@@ -166,6 +175,14 @@ class DroppedCall(LastCall):
         for layer, (_, bounds) in zip(self._drops.layers, self._drops.kept, strict=True):
             ends[layer] = (0, *itertools.accumulate(end - start for start, end in bounds.tolist()))
         return MappingProxyType(ends)
+
+    @functools.cached_property
+    def density(self) -> Mapping[int, float]:
+        found = {}
+        for layer, totals in self._drops.blocks:
+            computed, allowed = totals.tolist()
+            found[layer] = computed / allowed if allowed else 1.0
+        return MappingProxyType(found)
 
     @functools.cached_property
     def token_bounds(self) -> tuple[tuple[int, int], ...]:

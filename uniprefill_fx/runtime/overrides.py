@@ -16,9 +16,10 @@ from typing import Any
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_block_size
+from uniprefill_fx.runtime.sparse_options import NAMES
 from uniprefill_fx.torch_internals import schema_of
 
-CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens")
+CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens", *NAMES)
 _AMOUNTS = ("p", "keep_ratio")  # one excludes the other
 
 _changes: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("uniprefill_changes", default=None)
@@ -29,7 +30,9 @@ def override(**options: Any) -> Iterator[None]:
     """Prompts inside this context select with other options, by the compilations that exist.
 
     Args:
-        options: of `p`, `keep_ratio`, `block_size`, `last_n` and `sink_tokens`, as for `uniprefill_fx.compile`.
+        options: of `p`, `keep_ratio`, `block_size`, `last_n` and `sink_tokens`, as for `uniprefill_fx.compile`; and, of
+            a model that was compiled with `attention="block_sparse"`, those that begin with `sparse_`, `sparse_layers`
+            apart.
             `p` means `selection="top_p"`, `keep_ratio` means `"top_k"`, whatever the model was compiled with.
             Inside another `override` the inner values win, and outer ones that are not given again stay.
 

@@ -17,11 +17,12 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.lowering.pieces import CompiledPiece
 from uniprefill_fx.passes.analyze.outputs import Exposure
 from uniprefill_fx.passes.analyze.plan import Plan
-from uniprefill_fx.passes.node_utils import expression, is_op, is_selected, meta, shape
+from uniprefill_fx.passes.node_utils import counts_blocks, expression, is_op, is_selected, meta, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
 from uniprefill_fx.passes.rewrite.split import Piece
 from uniprefill_fx.runtime.last_call import DroppedCall, Drops, LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
+from uniprefill_fx.runtime.sparse_options import sparse_options
 from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
 from uniprefill_fx.torch_internals import mark_maybe_dynamic
 
@@ -95,6 +96,8 @@ class Prefill:
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
         self.interpreter: Callable[[fx.GraphModule, dict[str, Any]], Changed] = Changed  # of selections with changes
         self.token_bounds, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
+        self.sparse_input = self.inputs.pop(0) if plan.sparse else None
+        self.counted = [node for piece, _ in steps for node in piece.outputs if counts_blocks(node)]
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
         self.count_input = names.index(plan.count.name)
@@ -151,7 +154,7 @@ class Prefill:
         if self.padding is None:
             return whole_token_bounds(self.batch(args), columns)
         token_bounds = token_bounds_of(args[self.padding])
-        if self.plan.exposure is Exposure.NONE and bool((token_bounds[:, 1] < columns).any()):
+        if self.plan.drops and self.plan.exposure is Exposure.NONE and bool((token_bounds[:, 1] < columns).any()):
             raise refuse(
                 Category.PADDING,
                 "the last rows alone are asked for, and are padding",
@@ -178,6 +181,8 @@ class Prefill:
                 f"{self.plan.shown} or more in this call",
                 "So many of the last rows are asked for, and fewer of them would be kept.",
             )
+        if self.sparse_input is not None:
+            values[self.sparse_input] = sparse_options([spec for _, spec in self.plan.sparse], changed)
         spoiled: Refusal | None = None
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]
@@ -194,7 +199,8 @@ class Prefill:
                     spoiled = self._warn_of_scores(len(kept))
                 kept.append((kept_indices, kept_bounds))
         layers = tuple(drop.attention.layer for drop in self.plan.drops)
-        drops = Drops(layers, self.plan.num_layers, token_bounds, tuple(kept))
+        blocks = tuple((node.meta["uniprefill_layer"], values[node]) for node in self.counted)
+        drops = Drops(layers, self.plan.num_layers, token_bounds, tuple(kept), blocks)
         record(DroppedCall(drops, spoiled, changed, int(args[self.count_input])))
         return fx.node.map_arg(self.output, values.__getitem__)
 

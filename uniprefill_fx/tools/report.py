@@ -98,8 +98,14 @@ class Report:
         call = self.call
         if call is None:
             return ("nothing was dropped: no graph was a prefill",)
-        if not call.dropped:
+        if not call.dropped and not call.density:
             return (f"this prompt ran dense: {call.reason or 'no reason was recorded'}",)
+        if not call.dropped:
+            share = sum(call.density.values()) / len(call.density)
+            done = (
+                f"this prompt: {call.tokens} tokens, none dropped; attention computed {share:.0%} of the blocks of keys"
+            )
+            return (done, str(call.reason)) if call.reason is not None else (done,)
         left = len(list(call.kept_indices.values())[-1])
         done = f"this prompt: {call.tokens} tokens, {left} of them left after the last drop; "
         done += f"compute {call.compute_fraction:.2f} of dense, averaged over layers"
@@ -128,6 +134,8 @@ class Report:
         for layer in range(plan.num_layers):
             attention = attention_nodes.get(layer)
             kind = "no attention" if attention is None else attention.kind
+            if call is not None and layer in call.density:
+                kind += f", {call.density[layer]:.0%} of blocks"
             rows = str(call.num_tokens[layer]) if call is not None and call.num_tokens else str(tokens or "")
             decision = ""
             if layer in amounts:

@@ -74,6 +74,7 @@ def choose_layers(
         RefusalError: it names one whose attention was not understood in this graph.
     """
     full = {a.layer: a for a in attention_nodes if a.is_prefill and a.full}
+    assert config.drop_layers != "none"
     if config.drop_layers == "all":
         return list(full.values())
     if config.drop_layers == "auto":

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -22,10 +22,11 @@ from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, ga
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens
 from uniprefill_fx.passes.analyze.outputs import Exposure, exposure_of, head_region_of, restored_outputs, rows_shown
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
+from uniprefill_fx.passes.analyze.sparse_attention import sparse_attention
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import decoder_layer, expression, meta, name_of, peel, shape, token_dims
-from uniprefill_fx.specs import DropSpec
+from uniprefill_fx.specs import DropSpec, SparseSpec
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to one graph. `drops` is empty when it stays dense, and `refusals` says why.
+    """What happens to one graph. `drops` is empty when nothing is dropped, and `refusals` says why.
 
     Attributes:
         attention_nodes: all attention ops. num_layers: decoder layers seen in the graph.
@@ -54,6 +55,7 @@ class Plan:
         batch: 1, or the symbol of the number of prompts. mixed: values of kept rows whose padding has to be cleared.
         sequence_ids: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
         causal_buffers: placeholders of masks: their values must stay what they were for the plan to hold.
+        sparse: the attention that leaves out blocks of keys, and how each chooses them.
         shown: how many of the last rows outputs show, where they show no others: so many must stay.
     """
 
@@ -77,6 +79,12 @@ class Plan:
     mixed: frozenset[fx.Node] = frozenset()
     shown: int = 0
     past: bool = False
+    sparse: tuple[tuple[AttentionNode, SparseSpec], ...] = ()
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the graph of the prompt becomes another one."""
+        return bool(self.drops) or bool(self.sparse)
 
     @property
     def prefill(self) -> bool:
@@ -121,10 +129,49 @@ def _plan(
     refusals: list[Refusal],
 ) -> Plan:
     tokens = token_count(list(attention_nodes))
-    batch = _batch(attention_nodes, tokens)
+    sparse, elsewhere = sparse_attention(attention_nodes, config)
+    refusals += elsewhere
+    plan = _prompt(graph, attention_nodes, num_layers, tokens)
+    if config.drop_layers != "none":
+        try:
+            plan = _with_drops(graph, plan, config, refusals)
+        except RefusalError as error:
+            if not sparse:
+                raise
+            refusals.append(error.refusal)
+    return replace(plan, sparse=sparse, refusals=tuple(dict.fromkeys(refusals)))
+
+
+def _prompt(graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], num_layers: int, tokens: sympy.Symbol) -> Plan:
+    """The plan that changes nothing: what a prompt must look like for any other to hold."""
     key_masks = [a.spec.key_mask for a in attention_nodes if a.spec]
     masks = tuple(dict.fromkeys(_padding_input(mask) for mask in key_masks if mask is not None))
     padding = masks[0] if len(masks) == 1 and None not in key_masks else None
+    numbers = [a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids]
+    return Plan(
+        attention_nodes,
+        num_layers,
+        tokens=tokens,
+        count=_count_node(graph, tokens),
+        level=dict.fromkeys(graph.nodes, 0),
+        padding=padding,
+        unpadded=() if padding is not None else masks,
+        sequence_ids=tuple(
+            dict.fromkeys(a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids)
+        ),
+        causal_buffers=tuple(dict.fromkeys(t for a in attention_nodes for t in sorted(a.causal_buffers))),
+        batch=_batch(attention_nodes, tokens),
+    )
+
+
+def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: list[Refusal]) -> Plan:
+    """The plan of a prompt that drops tokens.
+
+    Raises:
+        RefusalError: none can be dropped.
+    """
+    attention_nodes, num_layers, tokens = plan.attention_nodes, plan.num_layers, plan.tokens
+    assert tokens is not None
     ancestry = Ancestry(graph)
     adds = residual_adds(graph, tokens, ancestry)
     end = leaving(next(s for s in attention_nodes if s.is_prefill), adds, ancestry)
@@ -150,28 +197,19 @@ def _plan(
     if not drops:
         raise RefusalError(refusals[-1]) if refusals else nowhere_to_drop(config)
     level = drop_levels(graph, attention_nodes, [d.attention for d in drops], tokens, head_region)
-    moves = gather_rules(graph, attention_nodes, level, tokens, batch)
+    moves = gather_rules(graph, attention_nodes, level, tokens, plan.batch)
     restored = restored_outputs(graph, attention_nodes, level, head_region, end, tokens, config)
-    return Plan(
-        attention_nodes,
-        num_layers,
-        tuple(refusals),
-        tuple(drops),
-        tokens,
-        _count_node(graph, tokens),
-        level,
-        moves,
-        head_region,
-        end,
-        restored,
-        exposure,
-        padding,
-        () if padding is not None else masks,
-        tuple(dict.fromkeys(a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids)),
-        tuple(dict.fromkeys(t for a in attention_nodes for t in sorted(a.causal_buffers))),
-        batch,
-        mixed_along(graph, attention_nodes, level, tokens, batch),
-        shown,
+    return replace(
+        plan,
+        drops=tuple(drops),
+        level=level,
+        gather_rules=moves,
+        head_region=head_region,
+        stream_end=end,
+        restored=restored,
+        exposure=exposure,
+        mixed=mixed_along(graph, attention_nodes, level, tokens, plan.batch),
+        shown=shown,
     )
 
 

@@ -14,6 +14,7 @@ After::
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,26 @@ def attention_op(
     out = graph.call_function(torch.ops.uniprefill.attention.default, (*operands, *places, *spec.arguments()))
     known = attention.node.meta
     out.meta = {key: known[key] for key in ("nn_module_stack", "stack_trace") if key in known}
+    return out if attention.of_output.canonical else _from_canonical(graph, out, attention.of_output)
+
+
+def sparse_attention_op(
+    graph: fx.Graph,
+    attention: AttentionNode,
+    operands: Sequence[Any],
+    token_bounds: fx.Node,
+    options: fx.Node,
+    row: int,
+    spec: AttentionSpec,
+) -> fx.Node:
+    """The result of `attention`, block-sparse, in its own layout; beside it a node that counts blocks."""
+    terms = (token_bounds, options, row, spec.scale, spec.softcap, spec.sinks)
+    both = graph.call_function(torch.ops.uniprefill.block_sparse_attention.default, (*operands, *terms))
+    known = attention.node.meta
+    both.meta = {key: known[key] for key in ("nn_module_stack", "stack_trace") if key in known}
+    out = graph.call_function(operator.getitem, (both, 0))
+    totals = graph.call_function(operator.getitem, (both, 1))
+    totals.meta["uniprefill_layer"] = attention.layer
     return out if attention.of_output.canonical else _from_canonical(graph, out, attention.of_output)
 
 

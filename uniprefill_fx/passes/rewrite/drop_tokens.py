@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, token_dims
 from uniprefill_fx.passes.rewrite.alibi import alibi_bias
-from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands
-from uniprefill_fx.specs import AttentionSpec
+from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands, sparse_attention_op
+from uniprefill_fx.specs import AttentionSpec, SparseSpec
 
 ops = torch.ops.uniprefill
+SPARSE_OPTIONS = "uniprefill_sparse"  # a placeholder: (sparse layers, fields of a `SparseSpec`) float64 on the CPU
 
 
 def drop_tokens(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
@@ -51,13 +52,14 @@ def drop_tokens(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.Gra
 
 class _Rewriter:
     def __init__(self, gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> None:
-        assert plan.count is not None and plan.tokens is not None and plan.stream_end is not None
+        assert plan.count is not None and plan.tokens is not None
         self.gm, self.plan, self.config, self.tokens = gm, plan, config, plan.tokens
         self.graph = fx.Graph()
         self.value: dict[tuple[fx.Node, int], Any] = {}
         self.drop_at = {drop.attention.output: i + 1 for i, drop in enumerate(plan.drops)}
         self.attention_at = {attention.node: attention for attention in plan.attention_nodes}
         self.interior = interiors(plan.attention_nodes)
+        self.sparse_row = {attention.node: row for row, (attention, _) in enumerate(plan.sparse)}
         self.windowed = {a.k for a in plan.attention_nodes if a.spec is not None and not a.full}
         self.layout_of = {drop.attention.output: drop.attention.of_output for drop in plan.drops}
         self.count: list[Any] = []  # by level: number of rows, rows kept of the level before, positions, token_bounds
@@ -71,6 +73,13 @@ class _Rewriter:
 
     def run(self) -> fx.GraphModule:
         self.token_bounds.append(self._token_bounds())
+        if self.plan.sparse:
+            self.sparse_options = self.graph.placeholder(SPARSE_OPTIONS)
+            self.sparse_options.meta["val"] = (
+                self.token_bounds[0]
+                .meta["val"]
+                .new_empty((len(self.plan.sparse), len(fields(SparseSpec))), dtype=torch.float64)
+            )
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 out = fx.node.map_arg(node.args[0], self._output)
@@ -160,7 +169,7 @@ class _Rewriter:
     # -- drops ------------------------------------------------------------------------------------------------------
 
     def _token_bounds(self) -> fx.Node:
-        first = self.plan.drops[0].attention
+        first = next(a for a in self.plan.attention_nodes if a.is_prefill)
         q, batch = meta(first.q), first.layout.batch
         token_bounds = self.graph.placeholder("uniprefill_token_bounds")
         size = (1 if batch is None else q.shape[batch], 2)
@@ -186,7 +195,11 @@ class _Rewriter:
         spec = replace(spec, bias=None, key_mask=None, sequence_ids=None).map(lambda term: self.at(term, 0))
         spec = replace(spec, bias=self._bias(attention))
         operands = attention_operands(self.graph, attention, [self.at(n, level) for n in _operands(attention)])
-        out = attention_op(self.graph, attention, operands, (positions, positions, self.token_bounds[level]), spec)
+        bounds, row = self.token_bounds[level], self.sparse_row.get(attention.node)
+        if row is not None:
+            out = sparse_attention_op(self.graph, attention, operands, bounds, self.sparse_options, row, spec)
+        else:
+            out = attention_op(self.graph, attention, operands, (positions, positions, bounds), spec)
         self.value[attention.output, level] = out
         ordinal = self.drop_at.get(attention.output)
         if ordinal is not None:

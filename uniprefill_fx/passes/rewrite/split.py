@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.node_utils import is_op, is_selected, name_of
+from uniprefill_fx.passes.node_utils import counts_blocks, is_op, is_selected, name_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _selects(node: fx.Node) -> bool:
 
 def _is_reported(node: fx.Node) -> bool:
     """What the record of a call is made from, whoever else reads it."""
-    return is_selected(node) or is_op(node, "score")
+    return is_selected(node) or is_op(node, "score") or counts_blocks(node)
 
 
 def _piece(gm: fx.GraphModule, nodes: list[fx.Node], selection: bool) -> Piece:

@@ -1,0 +1,109 @@
+"""Time to first token with both cuts: dense, tokens dropped, blocks of keys left out, and both, in turns.
+
+    python benchmarks/prefill_sparse.py --out benchmarks/results --lengths 4096 32768 131072
+    python benchmarks/prefill_sparse.py --out /tmp/results --dry-run           # tiny, on the CPU: not a result
+
+The model, its random weights and what is dropped are those of `prefill.py`. Random weights attend diffusely, so the
+density is imposed: at each length `sparse_alpha` is searched until the computed part of the causal blocks is that of
+structured attention (`--densities`; of `block_sparse.py`'s inputs unless given). Means, energies, lists and attention
+over them really run; what is chosen means nothing. *Sparse* keeps every token by keep_ratio 1, so it pays for scoring.
+The limit is dense time less the attention of (1 - density) of the blocks, at the rows that each layer has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import torch
+from prefill import arguments
+from prefill_bench import DENSE, Bench
+from prefill_tools import Progress, Timing, median
+
+import uniprefill_fx
+
+DENSITIES = {4096: 0.59, 16_384: 0.25, 32_768: 0.14, 65_536: 0.07, 131_072: 0.037}  # of structured_inputs.py, alpha 0.1
+KINDS = (DENSE, "dropped", "sparse", "both")
+SEARCH = 7
+
+
+class SparseBench(Bench):
+    """The model compiled with both cuts; each kind of call switches some of them off."""
+
+    def __init__(self, args: Any, progress: Progress) -> None:
+        self.alpha = 0.5
+        args.more = {"attention": "block_sparse", "sparse_min_tokens": 0}
+        super().__init__(args, progress)
+
+    def call(self, kind: str, ids: torch.Tensor) -> Any:
+        """One prefill."""
+        every = [1.0] * len(self.options["drop_layers"])
+        with contextlib.ExitStack() as stack:
+            if kind == DENSE:
+                stack.enter_context(uniprefill_fx.disabled())
+            if kind == "dropped":
+                stack.enter_context(uniprefill_fx.override(sparse_alpha=0.0))
+            if kind in ("sparse", "both"):
+                stack.enter_context(uniprefill_fx.override(sparse_alpha=self.alpha))
+            if kind == "sparse":
+                stack.enter_context(uniprefill_fx.override(keep_ratio=every))
+            return self.model(ids, logits_to_keep=1, use_cache=True)
+
+    def density(self, kind: str, ids: torch.Tensor) -> float:
+        """The computed part of the causal blocks, averaged over layers."""
+        self.call(kind, ids)
+        call = uniprefill_fx.last_call()
+        assert call is not None
+        return sum(call.density.values()) / len(call.density)
+
+    def impose(self, ids: torch.Tensor, wanted: float) -> float:
+        """Search the alpha that computes so much; returns what was reached."""
+        low, high = 0.0, 1.0
+        for _ in range(SEARCH):
+            self.alpha = (low + high) / 2
+            reached = self.density("sparse", ids)
+            low, high = (self.alpha, high) if reached > wanted else (low, self.alpha)
+        return reached
+
+    def measure(self, tokens: int, repeats: int = 3) -> None:
+        """All kinds in turns at one length."""
+        ids, result = self.ids(tokens), self.result(tokens)
+        wanted = DENSITIES.get(tokens, DENSITIES[min(DENSITIES, key=lambda n: abs(n - tokens))])
+        result |= {"wanted_density": wanted, "density": self.impose(ids, wanted), "alpha": self.alpha}
+        result["density_both"] = self.density("both", ids)
+        times: dict[str, list[Timing]] = {kind: [] for kind in KINDS}
+        for _ in range(repeats):
+            for kind, found in times.items():
+                found.append(self.clock.time(lambda kind=kind: self.call(kind, ids)))
+        for kind, found in times.items():
+            result[kind] = median(found)
+        row = ", ".join(f"{kind} {result[kind]['ms']:.1f}" for kind in KINDS)
+        ratios = ", ".join(f"{kind} {result[DENSE]['ms'] / result[kind]['ms']:.2f}x" for kind in KINDS[1:])
+        self.progress.say(f"{tokens:,} tokens, density {result['density']:.3f}: {row} ms; {ratios}")
+        self.write()
+
+    def write(self) -> None:
+        """The JSON, after each length."""
+        name = "prefill_sparse_dry_run.json" if self.args.dry_run else self.args.name
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        (self.args.out / name).write_text(json.dumps(self.report, indent=1) + "\n")
+
+
+def main() -> None:
+    args = arguments()
+    progress = Progress(args.budget)
+    bench = SparseBench(args, progress)
+    with torch.inference_mode():
+        for kind in KINDS:
+            progress.say(f"first {kind} call")
+            bench.call(kind, bench.ids(args.compile_at))
+        for tokens in args.lengths:
+            bench.measure(tokens)
+    if args.dry_run:
+        print("DRY RUN, NOT A RESULT", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

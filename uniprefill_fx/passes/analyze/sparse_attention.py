@@ -1,0 +1,76 @@
+"""Which attention of a prompt is computed block by block, and why other full attention is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.errors import Category, Refusal
+from uniprefill_fx.passes.attention_node import AttentionNode
+from uniprefill_fx.passes.node_utils import meta
+from uniprefill_fx.specs import SparseSpec
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+
+
+def sparse_attention(
+    attention_nodes: Iterable[AttentionNode], config: PrefillConfig
+) -> tuple[tuple[tuple[AttentionNode, SparseSpec], ...], tuple[Refusal, ...]]:
+    """[(attention, how its blocks are chosen)] in graph order, and the reasons why others that were asked for are not.
+
+    Raises:
+        OptionError: `sparse_layers` names a layer without full attention; `sparse_alpha` is a list of another length.
+    """
+    if config.attention == "dense":
+        return (), ()
+    full = [a for a in attention_nodes if a.is_prefill and a.full]
+    if isinstance(config.sparse_layers, tuple):
+        layers = sorted({a.layer for a in full})
+        for layer in config.sparse_layers:
+            if layer not in layers:
+                allowed = f"layers with full causal attention over the prompt, here {layers}"
+                raise OptionError("sparse_layers", list(config.sparse_layers), allowed, f"Layer {layer} has none.")
+        full = [a for a in full if a.layer in config.sparse_layers]
+    reasons = [(a, _reason(a)) for a in full]
+    chosen = [a for a, reason in reasons if reason is None]
+    refusals = tuple(replace(r, layer=a.layer) for a, r in reasons if r is not None)
+    alphas = config.sparse_alpha
+    if isinstance(alphas, tuple) and len(alphas) != len(chosen):
+        allowed = f"a number, or a list of {len(chosen)}, one for each block-sparse layer"
+        raise OptionError("sparse_alpha", alphas, allowed, f"The list has {len(alphas)} values.")
+    specs = [_spec(config, alphas[i] if isinstance(alphas, tuple) else alphas) for i in range(len(chosen))]
+    return tuple(zip(chosen, specs, strict=True)), refusals if config.sparse_layers != "auto" else ()
+
+
+def _reason(attention: AttentionNode) -> Refusal | None:
+    """Why full attention cannot leave out blocks; None where it can."""
+    spec = attention.spec
+    assert spec is not None
+    if spec.bias is not None or attention.alibi is not None:
+        return _refusal("a bias of the attention logits by position (alibi)")
+    if max(attention.head_dim, attention.v_dim) > MAX_HEAD_DIM:
+        return _refusal(f"heads {max(attention.head_dim, attention.v_dim)} wide, where {MAX_HEAD_DIM} is the most")
+    if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
+        return _refusal(f"{attention.num_heads} heads on {attention.num_kv_heads} of keys")
+    if not meta(attention.q).dtype.is_floating_point or meta(attention.q).dtype.itemsize > 4:
+        return _refusal(f"attention in {meta(attention.q).dtype}")
+    return None
+
+
+def _refusal(seen: str) -> Refusal:
+    return Refusal(Category.SPARSE, seen, "this layer computes every block of keys")
+
+
+def _spec(config: PrefillConfig, alpha: float) -> SparseSpec:
+    return SparseSpec(
+        alpha,
+        config.sparse_block_size,
+        config.sparse_sink_blocks,
+        config.sparse_window_blocks,
+        config.sparse_last_tokens,
+        config.sparse_correction,
+        config.attention_dtype == "float8_e4m3",
+        config.sparse_min_tokens,
+    )
