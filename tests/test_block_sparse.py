@@ -126,11 +126,11 @@ class Decoder(nn.Module):
         )
         self.head = nn.Linear(32, 50)
 
-    def qkv(self, layer: nn.ModuleDict, x: Tensor) -> Sequence[Tensor]:
+    def qkv(self, layer: Any, x: Tensor) -> Sequence[Tensor]:
         q, k, v = (layer["qkv"](F.layer_norm(x, (32,))) * 2.5).split([32, 16, 16], -1)
         return [y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v)]
 
-    def finish(self, layer: nn.ModuleDict, x: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, layer: Any, x: Tensor, attended: Tensor) -> Tensor:
         x = x + layer["out"](attended.transpose(1, 2).flatten(2))
         return x + layer["up"](F.gelu(F.layer_norm(x, (32,))))
 
@@ -144,7 +144,8 @@ class Decoder(nn.Module):
         """In float64 on the rows that are kept behind each layer."""
         positions = torch.arange(x.shape[1])
         for i, layer in enumerate(self.layers):
-            attended = reference(*self.qkv(layer, x), **HOW).out.to(x.dtype)
+            q, k, v = self.qkv(layer, x)
+            attended = reference(q, k, v, **HOW).out.to(x.dtype)
             if i in kept:
                 rows = torch.isin(positions, kept[i])
                 x, attended, positions = x[:, rows], attended[:, :, rows], positions[rows]

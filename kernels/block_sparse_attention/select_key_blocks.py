@@ -55,7 +55,7 @@ def _select_key_blocks_kernel(
     threshold = tl.max(highest, 0) + log_alpha
     window = first // BLOCK - window_blocks + 1  # every block that a row of the tile lies in belongs to it
     everything = stop > length - last_tokens
-    count = 0
+    count = tl.zeros((), tl.int32)
     for at in range(0, visible, LANES):
         block = at + lane
         energy = tl.load(energies + block, mask=block < visible, other=float("-inf"))

@@ -28,7 +28,7 @@ def block_sparse_attention(
 
     Args:
         q: (batch, heads, columns, head_dim); k: (batch, kv_heads, columns, head_dim); v: (batch, kv_heads, columns,
-            v_dim): the rows of a prompt, or those of it that were kept; causality is by row, as rows ascend by position.
+            v_dim): the rows of a prompt, or those of it that were kept. They ascend by position: causality is by row.
         token_bounds: (batch, 2) int64 on the CPU: the columns of each request that are no padding.
         options: (layers, 8) float64 on the CPU, a `SparseSpec` a row; row: which one counts here. They are a tensor so
             that a call may have others without a compilation.

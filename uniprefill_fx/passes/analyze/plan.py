@@ -156,9 +156,7 @@ def _prompt(graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], num_lay
         level=dict.fromkeys(graph.nodes, 0),
         padding=padding,
         unpadded=() if padding is not None else masks,
-        sequence_ids=tuple(
-            dict.fromkeys(a.spec.sequence_ids for a in attention_nodes if a.spec and a.spec.sequence_ids)
-        ),
+        sequence_ids=tuple(dict.fromkeys(numbers)),
         causal_buffers=tuple(dict.fromkeys(t for a in attention_nodes for t in sorted(a.causal_buffers))),
         batch=_batch(attention_nodes, tokens),
     )
