@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 import uniprefill_fx
 from uniprefill_fx import LastCall
+from uniprefill_fx.passes import operator_internals as internals
 from uniprefill_fx.passes.dataflow import Ancestry, aliases, written_nodes
 from uniprefill_fx.passes.schemas import effects
 
@@ -167,6 +168,21 @@ a list, and another: writes y,z, shares y,z
 linear: writes -, shares -
 size: writes -, shares -""",
     )
+
+
+def test_private_apis_of_the_dispatcher() -> None:
+    aten = torch.ops.aten
+    assert isinstance(aten.add.Tensor, internals.OpOverload) and isinstance(aten.add, internals.OpOverloadPacket)
+    assert internals.has_kernel(aten.sort.default) and not internals.has_kernel(aten.sort.int)
+    assert internals.is_composite(aten.matmul.default) and not internals.is_composite(aten.mm.default)
+    x = torch.empty(4, device="meta")
+    assert internals.storage_of(x) == internals.storage_of(x[1:]) != internals.storage_of(torch.empty_like(x))
+    seen: list[Any] = []
+    with internals.watching(lambda overload, args, kwargs: seen.append((overload, len(args), kwargs))):
+        torch.add(x, x, alpha=2)
+        with internals.without_modes():
+            torch.mul(x, x)
+    assert seen == [(aten.add.Tensor, 2, {"alpha": 2})]
 
 
 def test_what_nothing_is_known_of_may_write_all_that_it_reads() -> None:
