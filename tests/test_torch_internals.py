@@ -319,7 +319,7 @@ def test_artifacts_are_made_for_a_reader(caplog: pytest.LogCaptureFixture, monke
 # Nobody else
 
 PACKAGE = ROOT / "uniprefill_fx"
-INTERNALS = ("torch_internals.py", "lowering/compiler_internals.py")
+INTERNALS = ("torch_internals.py", "lowering/compiler_internals.py", "passes/operator_internals.py")
 PRIVATE_MODULE = re.compile(r"^(torch|transformers)(\.\w+)*\._\w+|^torch\.fx\.experimental\.symbolic_shapes")
 PRIVATE_TEXT = re.compile(
     r"^_(dynamo|torchdynamo|orig_mod|compiled_call|tensor_dict|schema)\w*$|^torch\._\w+|^compile_subgraph_reason$"

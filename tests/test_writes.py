@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 import uniprefill_fx
 from uniprefill_fx import LastCall
+from uniprefill_fx.passes import operator_internals as internals
 from uniprefill_fx.passes.dataflow import Ancestry, aliases, written_nodes
 from uniprefill_fx.passes.schemas import effects
 
@@ -169,6 +170,21 @@ size: writes -, shares -""",
     )
 
 
+def test_private_apis_of_the_dispatcher() -> None:
+    aten = torch.ops.aten
+    assert isinstance(aten.add.Tensor, internals.OpOverload) and isinstance(aten.add, internals.OpOverloadPacket)
+    assert internals.has_kernel(aten.sort.default) and not internals.has_kernel(aten.sort.int)
+    assert internals.is_composite(aten.matmul.default) and not internals.is_composite(aten.mm.default)
+    x = torch.empty(4, device="meta")
+    assert internals.storage_of(x) == internals.storage_of(x[1:]) != internals.storage_of(torch.empty_like(x))
+    seen: list[Any] = []
+    with internals.watching(lambda overload, args, kwargs: seen.append((overload, len(args), kwargs))):
+        torch.add(x, x, alpha=2)
+        with internals.without_modes():
+            torch.mul(x, x)
+    assert seen == [(aten.add.Tensor, 2, {"alpha": 2})]
+
+
 def test_what_nothing_is_known_of_may_write_all_that_it_reads() -> None:
     def opaque(x: Tensor, y: Tensor) -> Tensor:
         return x * float(y.sum())  # cannot be run without data
@@ -299,16 +315,24 @@ def test_a_mean_that_nobody_reads_does_not_matter() -> None:
     assert_drops_right(op)
 
 
-def test_a_value_of_all_tokens_that_changes_between_two_reads_is_refused() -> None:
+def places_read_twice(change: Callable[[Tensor], Any]) -> Op:
     """`places` does not depend on the drop: behind it, its rows are gathered once."""
 
     def op(x: Tensor, t: int) -> Tensor:
         places = torch.arange(x.shape[t], device=x.device)[None, :, None] * 0.01 + torch.zeros(1, 1, 32)
         first = x * places
-        places.add_(1.0)
+        change(places)
         return (first + x * places) * 0.1
 
-    assert_dense(op, "before and after")
+    return op
+
+
+def test_a_value_of_all_tokens_that_changes_between_two_reads_is_refused() -> None:
+    assert_dense(places_read_twice(Tensor.sin_), "before and after")
+
+
+def test_a_change_that_can_be_made_into_a_new_value_drops() -> None:
+    assert_drops_right(places_read_twice(lambda places: places.add_(1.0)))
 
 
 def test_an_operator_that_only_writes_survives_the_rewrite() -> None:

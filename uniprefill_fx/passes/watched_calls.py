@@ -9,33 +9,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from uniprefill_fx.passes.node_utils import leaves_of, meta
+from uniprefill_fx.passes.operator_internals import storage_of, watching
+from uniprefill_fx.torch_internals import schema_of
 
 log = logging.getLogger(__name__)
 
 
-class _Watch(TorchDispatchMode):
-    """Notes the storages that operators write, by their schemas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schemas = func._schema.arguments
-        given = list(zip(schemas, args, strict=False)) + [(s, kwargs[s.name]) for s in schemas if s.name in kwargs]
-        for schema, value in given:
-            if schema.alias_info is not None and schema.alias_info.is_write:
-                self.written |= set(_storages(value))
-        return func(*args, **kwargs)
-
-
 def _storages(value: Any) -> Iterator[int]:
     if isinstance(value, torch.Tensor):
-        yield value.untyped_storage()._cdata
+        yield storage_of(value)
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _storages(item)
@@ -59,9 +43,17 @@ def watched(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def _watch(node: fx.Node, args: Any, kwargs: Any, leaves: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    watch = _Watch()
+    written: set[int] = set()
+
+    def see(overload: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        schemas = schema_of(overload).arguments
+        given = [*zip(schemas, args, strict=False), *((s, kwargs[s.name]) for s in schemas if s.name in kwargs)]
+        for schema, value in given:
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                written.update(_storages(value))
+
     try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad(), watch:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad(), watching(see):
             warnings.simplefilter("ignore")
             if node.op == "call_method":
                 out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -73,7 +65,7 @@ def _watch(node: fx.Node, args: Any, kwargs: Any, leaves: list[Any]) -> tuple[tu
         return None
     results = set(_storages(out if isinstance(out, torch.Tensor | tuple | list) else ()))
     of_leaf = [set(_storages(leaf)) for leaf in leaves]
-    writes = tuple(i for i, own in enumerate(of_leaf) if own & watch.written)
+    writes = tuple(i for i, own in enumerate(of_leaf) if own & written)
     return writes, tuple(i for i, own in enumerate(of_leaf) if own & results)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload, OpOverloadPacket
 
+from uniprefill_fx.passes.operator_internals import OpOverload, OpOverloadPacket
 from uniprefill_fx.passes.schemas import overloads
 
 POINTWISE = frozenset(

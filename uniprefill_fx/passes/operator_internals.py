@@ -1,0 +1,64 @@
+"""Private APIs of PyTorch's dispatcher that reading and watching operators relies on, like `torch_internals`.
+
+`tests/test_writes.py` calls each on the torch at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["OpOverload", "OpOverloadPacket", "has_kernel", "is_composite", "storage_of", "watching", "without_modes"]
+
+
+def has_kernel(overload: OpOverload) -> bool:
+    """Whether an overload is an operator of the dispatcher; TorchScript has more, for its own lists and strings.
+
+    Relies on `torch._C._dispatch_has_kernel`.
+    """
+    return bool(torch._C._dispatch_has_kernel(overload.name()))
+
+
+def is_composite(overload: OpOverload) -> bool:
+    """Whether an operator is made of others: then its schema need not tell whose storage it returns.
+
+    Relies on `torch._C._dispatch_has_kernel_for_dispatch_key`.
+    """
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors which share their memory have in common, on the meta device too, where none has an address.
+
+    Relies on `UntypedStorage._cdata`.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def watching(see: Callable[[Any, Any, dict[str, Any]], None]) -> AbstractContextManager[Any]:
+    """Inside, `see(overload, args, kwargs)` is called before each operator that is dispatched.
+
+    Relies on `torch.utils._python_dispatch.TorchDispatchMode`.
+    """
+    return _Watching(see)
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self, see: Callable[[Any, Any, dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.see(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode is on: operations run on real tensors. Relies on `_disable_current_modes`."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
