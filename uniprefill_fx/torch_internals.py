@@ -21,11 +21,14 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._logging import trace_structured
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, guard_scalar
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
-# Dynamo: the frame and the backend of the compilation that is under way
+# Classes that others name, and that torch has in private modules only.
+__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
 
 
 def compiling_backends() -> Iterator[Any]:
@@ -87,9 +90,6 @@ def backend_error(error: BaseException) -> BaseException | None:
     return error.inner_exception if isinstance(error, BackendCompilerFailed) else None
 
 
-# Dynamo: inputs of a graph, and marks on tensors
-
-
 def mark_maybe_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
     """Ask for symbolic sizes where Dynamo next traces this tensor; whether that is news: a mark was added.
 
@@ -108,9 +108,6 @@ def is_static_input(placeholder: fx.Node) -> bool:
     Relies on `meta["tensor_dict"]` of placeholders, where Dynamo copies the attribute `_dynamo_static_input_type`.
     """
     return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-
-
-# torch.compile: what it wraps
 
 
 def compiled_module(model: Any) -> Any:
@@ -144,9 +141,6 @@ def model_being_wrapped() -> Any:
     while frame is not None and frame.f_code is not torch.compile.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_locals.get("model")
-
-
-# Fake tensors and symbolic sizes
 
 
 def fake_mode() -> FakeTensorMode:
@@ -210,9 +204,6 @@ def is_floor_div(expression: Any) -> bool:
     return isinstance(expression, FloorDiv)
 
 
-# Dispatch, operators, logs
-
-
 def dispatch_in_python() -> AbstractContextManager[Any]:
     """Inside, composite ops on symbolic sizes are taken apart in Python: in C++ some read sizes as numbers.
 
@@ -236,6 +227,36 @@ def schema_of(op: Any) -> Any:
     Relies on `OpOverload._schema`.
     """
     return getattr(op, "_schema", None)
+
+
+def runs_on_tensors(op: OpOverload) -> bool:
+    """Whether an overload has a kernel: TorchScript has more overloads, for its own lists and strings.
+
+    Relies on `torch._C._dispatch_has_kernel`.
+    """
+    return torch._C._dispatch_has_kernel(op.name())
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an operator is made of others. Relies on its kernel for the dispatch key CompositeImplicitAutograd."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common when they share storage, those without data too, while one of them lives.
+
+    Relies on `UntypedStorage._cdata`.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Inside, tensors are computed as without any mode: fake tensors of Dynamo's have none of their making there.
+
+    Relies on `torch.utils._python_dispatch._disable_current_modes`.
+    """
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
 
 
 def fused_layer() -> Any:

@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload, OpOverloadPacket
 
 from uniprefill_fx.passes.node_utils import arguments, meta
 from uniprefill_fx.passes.watched_calls import watched
+from uniprefill_fx.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    is_composite,
+    moves_between_vmap_levels,
+    runs_on_tensors,
+    schema_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +83,7 @@ def effects(node: fx.Node) -> Effects:
 
 def _effects(node: fx.Node) -> Effects:
     operands = [a for a in arguments(node) if isinstance(a, fx.Node) and _holds_tensors(meta(a))]
-    if not operands or (getattr(node.target, "__module__", None) or "").startswith("torch._functorch"):
+    if not operands or moves_between_vmap_levels(node):
         return Effects()  # the latter enter and leave the levels of vmap, in which masks are made
     base = node.args[0] if node.args else None
     if node.target is operator.setitem and isinstance(base, fx.Node):
@@ -132,14 +139,13 @@ def _of_packet(name: str) -> tuple[OpOverload, ...]:
 def _dispatched(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
     """The overloads that are operators on tensors: TorchScript has more, for its own lists and strings."""
     found = (getattr(packet, name) for name in packet.overloads())
-    return tuple(o for o in found if torch._C._dispatch_has_kernel(o.name()))
+    return tuple(o for o in found if runs_on_tensors(o))
 
 
 @functools.cache
 def _composite(overload: OpOverload) -> bool:
     """Whether an operator of PyTorch's own is made of others: then its schema need not tell what it returns."""
-    name = overload.name()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return is_composite(overload)
 
 
 def _declared(node: fx.Node, found: tuple[OpOverload, ...]) -> Effects | None:
@@ -162,7 +168,7 @@ def _declared(node: fx.Node, found: tuple[OpOverload, ...]) -> Effects | None:
 
 def given_arguments(node: fx.Node, overload: OpOverload) -> Iterator[tuple[Any, Any]]:
     """(schema of an argument, what the node passes for it), for all arguments that the node passes."""
-    schemas = overload._schema.arguments
+    schemas = schema_of(overload).arguments
     positional = [a for a in schemas if not a.kwarg_only]
     yield from zip(positional, node.args, strict=False)
     for schema in schemas:

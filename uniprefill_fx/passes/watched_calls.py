@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from uniprefill_fx.passes.node_utils import leaves_of, meta
+from uniprefill_fx.torch_internals import TorchDispatchMode, schema_of, storage_of
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schemas = func._schema.arguments
+        schemas = schema_of(func).arguments
         given = list(zip(schemas, args, strict=False)) + [(s, kwargs[s.name]) for s in schemas if s.name in kwargs]
         for schema, value in given:
             if schema.alias_info is not None and schema.alias_info.is_write:
@@ -35,7 +35,7 @@ class _Watch(TorchDispatchMode):
 
 def _storages(value: Any) -> Iterator[int]:
     if isinstance(value, torch.Tensor):
-        yield value.untyped_storage()._cdata
+        yield storage_of(value)
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _storages(item)

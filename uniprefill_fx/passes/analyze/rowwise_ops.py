@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload, OpOverloadPacket
 
 from uniprefill_fx.passes.schemas import overloads
+from uniprefill_fx.torch_internals import OpOverload, OpOverloadPacket
 
 POINTWISE = frozenset(
     "add sub mul div true_divide floor_divide floordiv truediv multiply subtract divide mod remainder fmod pow rsub "

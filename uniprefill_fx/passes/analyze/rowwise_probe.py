@@ -18,11 +18,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from uniprefill_fx.passes.analyze.rowwise_calls import LARGE, any_tensor, call, cards, same
 from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kind, Kinds, Rows, Same
 from uniprefill_fx.passes.node_utils import expression, meta
+from uniprefill_fx.torch_internals import without_modes
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class Runs:
             try:
                 with (
                     warnings.catch_warnings(),
-                    _disable_current_modes(),
+                    without_modes(),
                     torch.inference_mode(False),
                     torch.no_grad(),
                     torch.random.fork_rng(devices=cards(args)),
