@@ -23,7 +23,7 @@ from uniprefill_fx.kernels.block_sparse_attention.naive import block_sparse_atte
 from uniprefill_fx.kernels.block_sparse_attention.tiles import AttentionTiles, EnergyTiles
 
 TOLERANCE = 1e-5
-SPILLED = 64  # bytes a thread: a few values that are not of the loops
+SPILLED = 256  # bytes a thread: the limit of registers that makes room for a second program costs some
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ OTHER_TILES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name, tiles", itertools.product(("plain", "second chunk, unaligned", "requests"), OTHER_TILES.values())
+    "name, tiles", [*itertools.product(("plain", "second chunk, unaligned", "requests"), OTHER_TILES.values())]
 )
 def test_tiles_do_not_change_the_result(run: Run, name: str, tiles: dict[str, Any]) -> None:
     arguments = CASES[name].arguments(4)
@@ -308,5 +308,5 @@ def test_usual_tiles_compile_and_fit(capability: int, dim: int, dtype: str) -> N
         assert len(found) == (5 if dtype == "fp8" else 4)
         for machine in found:
             assert machine.fits(capability), machine
-            if dtype != "float32" and capability >= 90:  # three products in the place of one leave little
+            if dtype != "float32" and capability >= 90:  # three products in the place of one leave no registers
                 assert machine.spilled <= SPILLED, machine

@@ -67,7 +67,7 @@ def _select_key_blocks_kernel(
         tl.store(energies + block, tl.where(keep != 0, float("-inf"), 0.0), mask=block < visible)
         count += tl.sum(keep, 0)
     tl.store(counts + number, count)
-    tl.atomic_add(totals, count.to(tl.int64))
+    tl.atomic_add(totals, tl.cast(count, tl.int64))
     tl.atomic_add(totals + 1, visible.to(tl.int64))
 
 
