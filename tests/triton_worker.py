@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from uniprefill_fx.specs import AttentionSpec
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,5 +72,10 @@ def on_cuda(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             there[id(x)] = x.cuda()
         return there[id(x)]
 
-    args, options = pytree.tree_map_only(torch.Tensor, move, (args, options))
+    def sent(x: Any) -> Any:
+        if isinstance(x, AttentionSpec):
+            return x.map(sent)
+        return move(x) if isinstance(x, torch.Tensor) else x
+
+    args, options = pytree.tree_map(sent, (args, options))
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args, **options))
