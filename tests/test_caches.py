@@ -101,7 +101,7 @@ def assert_same_for_each_request(requests: int) -> None:
     done = uniprefill_fx.last_call()
     assert done is not None
     assert_dropped(done)
-    for layer, kept in done.kept.items():
+    for layer, kept in done.kept_indices.items():
         rows = kept.view(requests, -1)
         assert torch.equal(rows, rows[:1].expand_as(rows)), f"kept set after layer {layer}"
 

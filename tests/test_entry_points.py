@@ -142,6 +142,16 @@ CHANGED: dict[str, Any] = {
     "inner_backend": "aot_eager",
     "inner_options": {"a": 1},
     "score_dtype": "float64",
+    "attention": "block_sparse",
+    "sparse_alpha": 0.2,
+    "sparse_block_size": 64,
+    "sparse_sink_blocks": 1,
+    "sparse_window_blocks": 2,
+    "sparse_last_tokens": 0,
+    "sparse_correction": False,
+    "sparse_layers": "all",
+    "sparse_min_tokens": 0,
+    "attention_dtype": "float8_e4m3",
     "strict": True,
 }
 

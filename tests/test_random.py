@@ -185,14 +185,14 @@ def check(model: Any, untouched: Any, draw: Draw, prompt: Prompt, reference: Ref
         return False
     assert done.tokens == sum(prompt.lengths)
     for row, want in enumerate(wants):
-        assert sorted(done.kept) == sorted(want.kept)
+        assert sorted(done.kept_indices) == sorted(want.kept)
         for layer, rows in want.kept.items():
-            own = done.kept[layer][slice(*done.cu_seqlens[layer][row : row + 2])]
+            own = done.kept_indices[layer][slice(*done.cu_seqlens[layer][row : row + 2])]
             padding = max(prompt.lengths) - prompt.lengths[row]
             assert torch.equal(own - padding, rows), f"kept set of request {row} after layer {layer}"
     want_logits = torch.cat([want.logits for want in wants])
     assert_near(got, want_logits)
-    kept = {layer: len(rows) for layer, rows in done.kept.items()}
+    kept = {layer: len(rows) for layer, rows in done.kept_indices.items()}
     note(
         {"draw": str(draw), "tokens": prompt.lengths, "kept": kept, "block_size": spec.block_size}
         | {"last_n": spec.last_n, "sinks": spec.sink_tokens, "amount": amount, "seed": prompt.seed}

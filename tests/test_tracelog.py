@@ -39,7 +39,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_log_lines(logs: tuple[str, Path]) -> None:
     text, _ = logs
-    assert re.search(r"graph of 3 layers, prefill: drops after \[1\]; .*rewrite [\d.]+ s", text)
+    assert re.search(r"graph of 3 layers, prefill: drops after \[1\]; .*drop tokens [\d.]+ s", text)
     assert "rewritten graph:" in text and "uniprefill.select" in text
     assert "dropped: 300 tokens, compute" in text
 

@@ -124,7 +124,7 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
     if len(dense) == len(watch.written) == len(understood):  # one attention op for each attention, in the same order
         for layer, full, few in zip(understood, dense, watch.written, strict=True):
             drift[layer] = max(_relative(a, b, alive) for a, b in zip(full, few, strict=True))
-            alive = done.kept.get(layer, alive)
+            alive = done.kept_indices.get(layer, alive)
     return BoundReport(tuple(drops), drift)
 
 

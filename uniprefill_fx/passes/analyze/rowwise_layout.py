@@ -104,6 +104,17 @@ class LayoutRules:
             return None
         return self._rows(value, new, found[0])
 
+    def _every_token(self, node: fx.Node) -> bool:
+        """Whether an index of slices and numbers takes every row of the token axis, x[..., :16] say."""
+        source, index = first_of(node), index_of(node)
+        if not is_tensor(source) or any(not isinstance(i, int | slice) and i is not Ellipsis for i in index):
+            return False
+        ndim, behind = meta(source).ndim, len(index)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            index = (*index[:at], *[slice(None)] * (ndim - behind + 1), *index[at + 1 :])
+        return all(d >= len(index) or index[d] == slice(None) for d in self.axes.dims(meta(source)))
+
     def _indexed(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
         source, index, value = first_of(node), index_of(node), meta(node)
         if not is_tensor(source) or not isinstance(value, torch.Tensor):

@@ -54,6 +54,7 @@ class Rules(LayoutRules):
             # One number repeated for each token stays that only where tokens are not counted or added up.
             plain = not any(self._has_rows(meta(n)) for n in operands) and not self._has_rows(value)
             plain |= bool(operands) and name in POINTWISE | ELEMENTS | AXES | {"expand", "expand_as", "T", "mT"}
+            plain |= name == "getitem" and len(operands) == 1 and self._every_token(node)
             return self._each(value, lambda v: Same()) if name and plain and not is_random(node) else None
         if all(isinstance(k, Same | State) for k in kinds):
             return self._each(value, lambda v: State()) if name and not self._has_rows(value) else None

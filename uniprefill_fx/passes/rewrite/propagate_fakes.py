@@ -79,12 +79,13 @@ class _Propagator(fx.Interpreter):
         return sympy.lambdify(list(self.sizes), found)(*self.sizes.values())
 
     def _new(self, symbol: sympy.Symbol, traced: int | None) -> torch.SymInt:
-        """The size of a symbol, by the number that Dynamo traced it with if no other symbol has that one.
+        """The size of a symbol: inputs by the number that Dynamo traced them with, all others by a number of their own.
 
-        The number of prompts never is: Dynamo traced a batch of 2 or 3, as many as there are of much else.
+        Two inputs that were traced with one number may meet in an operation, as they did in the trace. The number of
+        prompts has one of its own too: Dynamo traced a batch of 2 or 3, as many as there are of much else.
         """
         hint = traced
-        if hint is None or hint in self.hints.values():
+        if hint is None:
             hint = next(
                 n
                 for n in itertools.chain(range(FIRST_HINT, 1, -1), itertools.count(FIRST_HINT + 1))

@@ -15,7 +15,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
-from uniprefill_fx.passes.node_utils import is_op, shape
+from uniprefill_fx.passes.node_utils import is_op, peel, shape
 from uniprefill_fx.torch_internals import is_floor_div
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
@@ -124,11 +124,16 @@ def known_kind(mask: fx.Node) -> MaskKind | None:
         return None
     _, padding, cached, window = mask.args
     _, _, queries, keys = shape(mask) or ()
-    of_keys = not isinstance(padding, fx.Node) or (shape(padding) or ())[1] == keys
+    of_keys = not isinstance(padding, fx.Node) or (_is_input(padding) and (shape(padding) or ())[1] == keys)
     if not of_keys or not (cached or queries == keys):
         return None
     key_mask = padding if isinstance(padding, fx.Node) else None
     return MaskKind(keys - queries, window if isinstance(window, int) else None, None, key_mask)
+
+
+def _is_input(mask: fx.Node) -> bool:
+    """Whether a padding mask comes from outside; one that a model makes itself (all ones, say) is read."""
+    return peel(mask, ("to", "bool", "contiguous", "view", "reshape")).op == "placeholder"
 
 
 def _distance(x: Any) -> Any:
