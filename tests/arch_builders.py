@@ -17,6 +17,21 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 PLAIN: dict[str, Any] = {**VOCABULARY, **WIDTHS, **HEADS, **LAYERS, **TOKENS}
 SIZED: dict[str, Any] = {**PLAIN, "head_dim": 16}
 
+# Short and long rotary frequencies, one for each pair of a head of 16.
+LONG_ROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 512,
+    },
+}
+NTK: dict[str, Any] = {
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
 WINDOW = {"sliding_window": 128}
 # In turns, so that a layer of either kind comes after the first drop: one after the last layer changes no output.
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -189,6 +204,7 @@ ARCHS = {
     "gemma3": Arch("Gemma3", {**SIZED, **WINDOW, **TURNS, "query_pre_attn_scalar": 16}, ODD, suffixes=TEXT),
     "gemma3n": Arch("Gemma3n", GEMMA3N, (1, 3, 5), suffixes=TEXT),
     "phi3": Arch("Phi3", {**PLAIN, "sliding_window": None}, EVERY),
+    "phi3_longrope": Arch("Phi3", {**PLAIN, **LONG_ROPE, "sliding_window": None}, EVERY),
     "olmo2": Arch("Olmo2", PLAIN, EVERY),
     "gpt_oss": Arch("GptOss", {**SIZED, **WINDOW, **TURNS, **LOCAL_EXPERTS}, ODD),
     "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT),
