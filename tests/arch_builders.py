@@ -210,6 +210,8 @@ ARCHS = {
     "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT),
     "deepseek_v3": Arch("DeepseekV3", DEEPSEEK, EVERY),
     "granite": Arch("Granite", PLAIN, EVERY),
+    # Two attentions a layer, over the same queries and keys.
+    "diffllama": Arch("DiffLlama", SIZED, EVERY),
     "bamba": Arch(
         "Bamba", {**PLAIN, **MAMBA, "mamba_expand": 2, "mamba_chunk_size": 64, "attn_layer_indices": [1, 3]}, ODD
     ),

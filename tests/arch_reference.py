@@ -74,9 +74,8 @@ class _Run:
 
     def observe(self, layer: int, weights: Tensor) -> None:
         """Select at a drop layer: weights (1, heads, total, total) are its softmax."""
-        if self.spec is None or layer not in self.spec.drop_layers:
-            return
-        assert layer not in self.kept, f"two attentions in layer {layer}"
+        if self.spec is None or layer not in self.spec.drop_layers or layer in self.kept:
+            return  # of a layer that holds several attentions the first one chooses
         rows = self.in_prompt(layer)
         queries = rows[-self.spec.last_n :]
         token_scores = weights[0].double()[:, queries][:, :, rows].sum((0, 1))
