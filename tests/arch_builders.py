@@ -92,6 +92,7 @@ DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
 NEMOTRON: dict[str, Any] = {
     **{name: value for name, value in SIZED.items() if name != "num_hidden_layers"},
     **ROUTED,
@@ -151,6 +152,32 @@ FALCON: dict[str, Any] = {
     "num_attention_heads": 4,
     "multi_query": True,
     "alibi": False,
+}
+GPT_NEO: dict[str, Any] = {
+    **VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 128,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ZAMBA2: dict[str, Any] = {
+    **PLAIN,
+    "num_key_value_heads": 4,
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "num_mem_blocks": 2,
+    "adapter_rank": 8,
+    "use_mem_rope": True,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 1,
+    "chunk_size": 64,
+    "use_mamba_kernels": False,
 }
 MOE_OF_QWEN = {**EXPERTS, "moe_intermediate_size": 32}
 FALCON_H1 = {**MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 64}
@@ -230,5 +257,9 @@ ARCHS = {
     "gpt_neox": Arch("GPTNeoX", MHA, EVERY),
     "gpt2": Arch("GPT2", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}, EVERY, suffixes=("Config", "LMHeadModel")),
     "bloom": Arch("Bloom", {**BLOOM, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False, p=0.95),
+    "gpt_neo": Arch("GPTNeo", GPT_NEO, (0, 2), interface=False),
+    "granite_swa": Arch("GraniteSWA", {**PLAIN, **WINDOW, **TURNS}, ODD),
+    "zamba2": Arch("Zamba2", ZAMBA2, ODD),
+    "deepseek_v32": Arch("DeepseekV32", {**DEEPSEEK, **INDEXER}, (), "indexed-attention"),
     "falcon": Arch("Falcon", {**FALCON, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False),
 }

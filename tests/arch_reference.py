@@ -102,6 +102,8 @@ def _attend(
     assert not unknown, f"attention arguments that this reference does not know: {sorted(unknown)}"
     run = _runs[-1]
     layer = run.layer_of[module]
+    if s_aux is None and type(module).__module__.endswith("swa"):  # the implementation reads them off the module
+        s_aux = module.get_parameter("sinks")
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -206,7 +208,7 @@ class StockReference:
             for name, module in self.model.named_modules():
                 if MIXER.search(type(module).__name__) and module in self.layer_of:
                     stack.enter_context(_mixer(run, module, self.new_cache))
-                elif self.spelled and name.endswith("self_attention"):
+                elif self.spelled and name.endswith(("self_attention", "attn.attention")):
                     for handle in _spelled_hooks(run, module):
                         stack.callback(handle.remove)
             _runs.append(run)

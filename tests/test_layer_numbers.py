@@ -15,6 +15,7 @@ from tiny import token_ids
 from torch import Tensor, nn
 
 import uniprefill_fx
+from uniprefill_fx.pipeline import compile_graph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -115,7 +116,7 @@ def test_numbers(build: Any, layers: list[int], drops: list[int]) -> None:
     config = uniprefill_fx.PrefillConfig(drop_layers="all", inner_backend="eager")
 
     def backend(gm: Any, inputs: Any) -> Any:
-        return uniprefill_fx.backend.compile_graph(gm, inputs, config, seen.append)
+        return compile_graph(gm, inputs, config, seen.append)
 
     torch.compile(build().eval(), backend=backend, dynamic=True)(torch.randn(1, 40, 32))
     (compilation,) = seen

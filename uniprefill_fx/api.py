@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from uniprefill_fx.config import PrefillConfig, preset_for
+from uniprefill_fx.runtime.copies import note_compiled
 from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
 from uniprefill_fx.torch_internals import compiled_module
 
@@ -52,5 +53,6 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
         inside: Any = getattr(model, "get_base_model", None)  # peft: `generate` of the wrapper is the inner model's
         for module in (inside(), model) if callable(inside) else (model,):
             module.compile(backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
+            note_compiled(module)
         return model
     return torch.compile(model, backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)

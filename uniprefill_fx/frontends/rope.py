@@ -108,7 +108,9 @@ def _teach(forward: Any) -> bool:
         return False
     cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
     _substitute(cells["longrope_frequency_update"].cell_contents, lambda original, *args, **kwargs: None)
-    _substitute(cells["dynamic_frequency_update"].cell_contents, lambda original, *args, **kwargs: dynamic(*args, **kwargs))
+    _substitute(
+        cells["dynamic_frequency_update"].cell_contents, lambda original, *args, **kwargs: dynamic(*args, **kwargs)
+    )
     _substitute(cells["rope_forward"].cell_contents, _rotary)
     return True
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
@@ -39,13 +40,25 @@ def exposure_of(
             `full_logits="dense"`.
     """
     row_dim: dict[fx.Node, int | None] = {end: token_dims(end, tokens)[0]}  # of nodes that show such rows
+    picked: dict[fx.Node, fx.Node] = {}  # by node: what picked rows by an index that is data
     for node in graph.nodes:
         if node in head_region and not _last_rows(node, tokens, config.last_n):
             read = [n for n in node.all_input_nodes if n in row_dim]
             if read:
                 row_dim[node] = _row_dim(node, read[0], row_dim[read[0]], tokens)
+                first = next((picked[n] for n in read if n in picked), node if _picks(node, read[0]) else None)
+                if row_dim[node] is None and first is not None:
+                    picked[node] = first
     shown = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node) and n in row_dim]
     for node in shown:
+        if row_dim[node] is None and node in picked:
+            raise refuse(
+                Category.OUTPUT,
+                f"an output of shape {_shape(node)} whose rows are picked by an index tensor "
+                f"(`{name_of(picked[node])}`): which tokens they are is known at run time only",
+                "ask for the last rows by a number (logits_to_keep=1); of a classifier that looks for the last token, "
+                "set config.pad_token_id to None and run prompts one by one, without padding",
+            )
         if row_dim[node] is None:
             raise refuse(
                 Category.OUTPUT,
@@ -59,6 +72,15 @@ def exposure_of(
             "pass logits_to_keep=1, or full_logits='frozen' to have dropped rows come from their frozen states",
         )
     return Exposure.ALL if shown else Exposure.NONE
+
+
+def _picks(node: fx.Node, read: fx.Node) -> bool:
+    """Whether a node looks up rows of a value by a tensor of numbers."""
+    indices = [n for n in node.all_input_nodes if n is not read]
+    integers = any(
+        isinstance(meta(n), torch.Tensor) and not meta(n).is_floating_point() and meta(n).ndim for n in indices
+    )
+    return name_of(node) in ("getitem", "gather", "index_select", "take_along_dim") and integers
 
 
 def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol) -> int | None:
