@@ -231,7 +231,7 @@ ARCHS = {
     "gemma3": Arch("Gemma3", {**SIZED, **WINDOW, **TURNS, "query_pre_attn_scalar": 16}, ODD, suffixes=TEXT),
     "gemma3n": Arch("Gemma3n", GEMMA3N, (1, 3, 5), suffixes=TEXT),
     "phi3": Arch("Phi3", {**PLAIN, "sliding_window": None}, EVERY),
-    "phi3_longrope": Arch("Phi3", {**PLAIN, **LONG_ROPE, "sliding_window": None}, EVERY),
+    "phi3_longrope": Arch("Phi3", {**PLAIN, **LONG_ROPE, "sliding_window": None}, EVERY, p=0.8),
     "olmo2": Arch("Olmo2", PLAIN, EVERY),
     "gpt_oss": Arch("GptOss", {**SIZED, **WINDOW, **TURNS, **LOCAL_EXPERTS}, ODD),
     "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT),
@@ -258,8 +258,7 @@ ARCHS = {
     "gpt2": Arch("GPT2", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}, EVERY, suffixes=("Config", "LMHeadModel")),
     "bloom": Arch("Bloom", {**BLOOM, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False, p=0.95),
     "gpt_neo": Arch("GPTNeo", GPT_NEO, (0, 2), interface=False),
-    "granite_swa": Arch("GraniteSWA", {**PLAIN, **WINDOW, **TURNS}, ODD),
+    "granite_swa": Arch("GraniteSWA", {**PLAIN, **WINDOW, **TURNS, "initializer_range": 0.15}, ODD),
     "zamba2": Arch("Zamba2", ZAMBA2, ODD),
-    "deepseek_v32": Arch("DeepseekV32", {**DEEPSEEK, **INDEXER}, (), "indexed-attention"),
     "falcon": Arch("Falcon", {**FALCON, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False),
 }

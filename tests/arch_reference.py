@@ -52,21 +52,21 @@ class _Run:
     prompt: int
     total: int
     spec: DropSpec | None
-    layer_of: dict[nn.Module, int]
+    layer_of: dict[nn.Module, float]
     softcapped: bool
     selections: dict[int, Selection] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)
 
-    def in_prompt(self, layer: int) -> Tensor:
+    def in_prompt(self, layer: float) -> Tensor:
         """Positions of the prompt that enter a layer."""
         before = [at for at in self.kept if at < layer]
         return self.kept[max(before)] if before else torch.arange(self.prompt)
 
-    def alive(self, layer: int) -> Tensor:
+    def alive(self, layer: float) -> Tensor:
         """Positions that enter a layer, those of tokens after the prompt included."""
         return torch.cat([self.in_prompt(layer), torch.arange(self.prompt, self.total)])
 
-    def hidden(self, layer: int) -> Tensor:
+    def hidden(self, layer: float) -> Tensor:
         """(total, total) bool: keys a query must not see, because they were dropped. Each sees itself."""
         gone = torch.ones(self.total, dtype=torch.bool)
         gone[self.alive(layer)] = False
@@ -113,7 +113,7 @@ def _attend(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, run.total, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : run.total]
-    run.observe(layer, weights)
+    run.observe(int(layer), weights)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -167,7 +167,7 @@ def _spelled_hooks(run: _Run, module: nn.Module) -> list[Any]:
         return args, kwargs | {"attention_mask": mask.masked_fill(hidden, torch.finfo(mask.dtype).min)}
 
     def observe(module: nn.Module, _args: Any, output: Any) -> None:
-        run.observe(run.layer_of[module], output[1])
+        run.observe(int(run.layer_of[module]), output[1])
 
     return [module.register_forward_pre_hook(hide, with_kwargs=True), module.register_forward_hook(observe)]
 
@@ -182,11 +182,12 @@ class StockReference:
         self.new_cache: Callable[[], Any] = own_cache or partial(DynamicCache, config=self.model.config)
         self.softcapped = arch.attention == "eager"
         self.layers = self.model.config.num_hidden_layers
-        self.layer_of: dict[nn.Module, int] = {}
+        self.layer_of: dict[nn.Module, float] = {}
         for name, module in self.model.named_modules():
             numbered = re.match(r"[a-z_.]+?\.(\d+)\.", name)
             if numbered is not None:
-                self.layer_of[module] = int(numbered.group(1))
+                behind = 0.5 if type(module).__name__ == "Zamba2MambaMixer" else 0  # it reads the layer's attention
+                self.layer_of[module] = int(numbered.group(1)) + behind
 
     @torch.inference_mode()
     def run(self, ids: Tensor, prompt: int, spec: DropSpec | None, **call: Any) -> Expected:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from arch_builders import FALCON, SIZED
+from arch_builders import DEEPSEEK, FALCON, INDEXER, SIZED
 from eager_reference import DropSpec
 from exactness import TIE, assert_differs, assert_near, options_of
 from plain_reference import _Attention as HiddenKeys
@@ -86,6 +86,19 @@ def test_banded_buffers() -> None:
     assert not CausalBuffer(1.0, 0.0, 4).fits(band)
     band[8, 7] = 0
     assert not CausalBuffer(1.0, 0.0, 3).fits(band)
+
+
+@torch.inference_mode()
+def test_the_reason_names_the_indexer() -> None:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV32Config(**DEEPSEEK | INDEXER | TWO | {"first_k_dense_replace": 2})
+    model = transformers.DeepseekV32ForCausalLM(config).eval()
+    want = model(token_ids(300), logits_to_keep=1).logits
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    assert_near(model(token_ids(300), logits_to_keep=1).logits, want)
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.reason is not None and not call.dropped
+    assert call.reason.category.value == "indexed-attention" and "topk" in call.reason.seen
 
 
 @torch.inference_mode()

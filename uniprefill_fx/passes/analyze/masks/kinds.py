@@ -220,7 +220,7 @@ def _sequence_ids(term: Any) -> str | None:
 def _unknown(term: Any, reader: MaskReader) -> Exception:
     for found in term.atoms(AppliedUndef):
         picked = _picked_by(reader.data.get(found.func.__name__))
-        if picked is not None and found.has(QUERY) and found.has(KEY):
+        if picked is not None and found.has(KEY):
             return refuse(
                 Category.INDEXED,
                 f"an indexer picks the keys that each query sees (`{picked.name}`, {name_of(picked)})",
