@@ -140,7 +140,7 @@ def known_kind(mask: fx.Node) -> MaskKind | None:
 def _key_bias(masks: Sequence[tuple[fx.Node, bool]], added: Any, reader: MaskReader) -> fx.Node | None:
     """The node of what a mask adds to the logits, where that depends on data of the keys; None for other biases.
 
-    As in Falcon, `masked_fill(slopes * (mask.cumsum(-1) - 1), hidden, -inf)`: a row of numbers a head, read by position.
+    As in Falcon, `masked_fill(slopes * (mask.cumsum(-1) - 1), hidden, -inf)`: one number a head and key, by position.
     """
     if len(masks) != 1 or added.has(QUERY) or not any(set(f.args) & {KEY} for f in added.atoms(AppliedUndef)):
         return None
