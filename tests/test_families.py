@@ -18,6 +18,7 @@ from tiny import tiny_llama, token_ids
 from torch import Tensor, nn
 
 import uniprefill_fx
+from uniprefill_fx import OptionError
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.frontends.mixers import register_mixer
 from uniprefill_fx.passes.normalize.causal_buffers import CausalBuffer
@@ -127,6 +128,26 @@ def test_a_classifier_of_the_last_token_drops() -> None:
     assert call is not None and call.dropped, str(call)
     assert_near(got, want)
     assert_differs(got, dense)
+
+
+@torch.inference_mode()
+def test_few_last_rows_of_any_number() -> None:
+    """After two values `logits_to_keep` is no constant: one graph for all numbers up to `last_n`, and no warning."""
+    model, stock, ids = tiny_llama(2), tiny_llama(2), token_ids(300)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    with HiddenKeys(ids.shape[1], SPEC, range(2)):
+        want = stock(ids, use_cache=False).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in (1, 5, 3, SPEC.last_n):
+            got, call = model(ids, logits_to_keep=count, use_cache=False).logits, uniprefill_fx.last_call()
+            assert call is not None and call.dropped, str(call)
+            assert_near(got, want[:, -count:])
+        with uniprefill_fx.override(last_n=8):
+            model(ids, logits_to_keep=5, use_cache=False)
+            with pytest.raises(OptionError, match="9 or more"):
+                model(ids, logits_to_keep=9, use_cache=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @torch.inference_mode()

@@ -105,6 +105,7 @@ class Prefill:
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.causal_buffers = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.causal_buffers]
         self.padding = None if plan.padding is None else names.index(plan.padding.name)
+        self.shown = None if plan.shown_input is None else names.index(plan.shown_input.name)
         self.batch = _size_input(dense.gm.graph, plan.batch)
         self.released = _released(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
@@ -175,11 +176,12 @@ class Prefill:
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.token_bounds: token_bounds}
         kept: list[tuple[Tensor, Tensor]] = []
         changed = changes(int(args[self.count_input]), self.auto_blocks)
-        if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.shown) < self.plan.shown:
+        shown = self.plan.shown if self.shown is None else int(args[self.shown])
+        if self.plan.exposure is Exposure.NONE and changed.get("last_n", shown) < shown:
             raise OptionError(
                 "last_n",
                 changed["last_n"],
-                f"{self.plan.shown} or more in this call",
+                f"{shown} or more in this call",
                 "So many of the last rows are asked for, and fewer of them would be kept.",
             )
         if self.sparse_input is not None:
