@@ -17,6 +17,21 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 PLAIN: dict[str, Any] = {**VOCABULARY, **WIDTHS, **HEADS, **LAYERS, **TOKENS}
 SIZED: dict[str, Any] = {**PLAIN, "head_dim": 16}
 
+# Short and long rotary frequencies, one for each pair of a head of 16.
+LONG_ROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 512,
+    },
+}
+NTK: dict[str, Any] = {
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
 WINDOW = {"sliding_window": 128}
 # In turns, so that a layer of either kind comes after the first drop: one after the last layer changes no output.
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -77,6 +92,7 @@ DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
 NEMOTRON: dict[str, Any] = {
     **{name: value for name, value in SIZED.items() if name != "num_hidden_layers"},
     **ROUTED,
@@ -137,6 +153,32 @@ FALCON: dict[str, Any] = {
     "multi_query": True,
     "alibi": False,
 }
+GPT_NEO: dict[str, Any] = {
+    **VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 128,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ZAMBA2: dict[str, Any] = {
+    **PLAIN,
+    "num_key_value_heads": 4,
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "num_mem_blocks": 2,
+    "adapter_rank": 8,
+    "use_mem_rope": True,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 1,
+    "chunk_size": 64,
+    "use_mamba_kernels": False,
+}
 MOE_OF_QWEN = {**EXPERTS, "moe_intermediate_size": 32}
 FALCON_H1 = {**MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 64}
 EVERY, ODD = (0, 1, 2, 3), (1, 3)
@@ -189,11 +231,14 @@ ARCHS = {
     "gemma3": Arch("Gemma3", {**SIZED, **WINDOW, **TURNS, "query_pre_attn_scalar": 16}, ODD, suffixes=TEXT),
     "gemma3n": Arch("Gemma3n", GEMMA3N, (1, 3, 5), suffixes=TEXT),
     "phi3": Arch("Phi3", {**PLAIN, "sliding_window": None}, EVERY),
+    "phi3_longrope": Arch("Phi3", {**PLAIN, **LONG_ROPE, "sliding_window": None}, EVERY, p=0.8),
     "olmo2": Arch("Olmo2", PLAIN, EVERY),
     "gpt_oss": Arch("GptOss", {**SIZED, **WINDOW, **TURNS, **LOCAL_EXPERTS}, ODD),
     "llama4": Arch("Llama4", LLAMA4, ODD, suffixes=TEXT),
     "deepseek_v3": Arch("DeepseekV3", DEEPSEEK, EVERY),
     "granite": Arch("Granite", PLAIN, EVERY),
+    # Two attentions a layer, over the same queries and keys.
+    "diffllama": Arch("DiffLlama", SIZED, EVERY),
     "bamba": Arch(
         "Bamba", {**PLAIN, **MAMBA, "mamba_expand": 2, "mamba_chunk_size": 64, "attn_layer_indices": [1, 3]}, ODD
     ),
@@ -212,5 +257,8 @@ ARCHS = {
     "gpt_neox": Arch("GPTNeoX", MHA, EVERY),
     "gpt2": Arch("GPT2", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}, EVERY, suffixes=("Config", "LMHeadModel")),
     "bloom": Arch("Bloom", {**BLOOM, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False, p=0.95),
+    "gpt_neo": Arch("GPTNeo", GPT_NEO, (0, 2), interface=False),
+    "granite_swa": Arch("GraniteSWA", {**PLAIN, **WINDOW, **TURNS, "initializer_range": 0.15}, ODD),
+    "zamba2": Arch("Zamba2", ZAMBA2, ODD),
     "falcon": Arch("Falcon", {**FALCON, "bos_token_id": 1, "eos_token_id": 2}, EVERY, interface=False),
 }

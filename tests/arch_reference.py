@@ -52,21 +52,21 @@ class _Run:
     prompt: int
     total: int
     spec: DropSpec | None
-    layer_of: dict[nn.Module, int]
+    layer_of: dict[nn.Module, float]
     softcapped: bool
     selections: dict[int, Selection] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)
 
-    def in_prompt(self, layer: int) -> Tensor:
+    def in_prompt(self, layer: float) -> Tensor:
         """Positions of the prompt that enter a layer."""
         before = [at for at in self.kept if at < layer]
         return self.kept[max(before)] if before else torch.arange(self.prompt)
 
-    def alive(self, layer: int) -> Tensor:
+    def alive(self, layer: float) -> Tensor:
         """Positions that enter a layer, those of tokens after the prompt included."""
         return torch.cat([self.in_prompt(layer), torch.arange(self.prompt, self.total)])
 
-    def hidden(self, layer: int) -> Tensor:
+    def hidden(self, layer: float) -> Tensor:
         """(total, total) bool: keys a query must not see, because they were dropped. Each sees itself."""
         gone = torch.ones(self.total, dtype=torch.bool)
         gone[self.alive(layer)] = False
@@ -74,9 +74,8 @@ class _Run:
 
     def observe(self, layer: int, weights: Tensor) -> None:
         """Select at a drop layer: weights (1, heads, total, total) are its softmax."""
-        if self.spec is None or layer not in self.spec.drop_layers:
-            return
-        assert layer not in self.kept, f"two attentions in layer {layer}"
+        if self.spec is None or layer not in self.spec.drop_layers or layer in self.kept:
+            return  # of a layer that holds several attentions the first one chooses
         rows = self.in_prompt(layer)
         queries = rows[-self.spec.last_n :]
         token_scores = weights[0].double()[:, queries][:, :, rows].sum((0, 1))
@@ -103,6 +102,8 @@ def _attend(
     assert not unknown, f"attention arguments that this reference does not know: {sorted(unknown)}"
     run = _runs[-1]
     layer = run.layer_of[module]
+    if s_aux is None and type(module).__module__.endswith("swa"):  # the implementation reads them off the module
+        s_aux = module.get_parameter("sinks")
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -112,7 +113,7 @@ def _attend(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, run.total, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : run.total]
-    run.observe(layer, weights)
+    run.observe(int(layer), weights)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -166,7 +167,7 @@ def _spelled_hooks(run: _Run, module: nn.Module) -> list[Any]:
         return args, kwargs | {"attention_mask": mask.masked_fill(hidden, torch.finfo(mask.dtype).min)}
 
     def observe(module: nn.Module, _args: Any, output: Any) -> None:
-        run.observe(run.layer_of[module], output[1])
+        run.observe(int(run.layer_of[module]), output[1])
 
     return [module.register_forward_pre_hook(hide, with_kwargs=True), module.register_forward_hook(observe)]
 
@@ -181,11 +182,12 @@ class StockReference:
         self.new_cache: Callable[[], Any] = own_cache or partial(DynamicCache, config=self.model.config)
         self.softcapped = arch.attention == "eager"
         self.layers = self.model.config.num_hidden_layers
-        self.layer_of: dict[nn.Module, int] = {}
+        self.layer_of: dict[nn.Module, float] = {}
         for name, module in self.model.named_modules():
             numbered = re.match(r"[a-z_.]+?\.(\d+)\.", name)
             if numbered is not None:
-                self.layer_of[module] = int(numbered.group(1))
+                behind = 0.5 if type(module).__name__ == "Zamba2MambaMixer" else 0  # it reads the layer's attention
+                self.layer_of[module] = int(numbered.group(1)) + behind
 
     @torch.inference_mode()
     def run(self, ids: Tensor, prompt: int, spec: DropSpec | None, **call: Any) -> Expected:
@@ -207,7 +209,7 @@ class StockReference:
             for name, module in self.model.named_modules():
                 if MIXER.search(type(module).__name__) and module in self.layer_of:
                     stack.enter_context(_mixer(run, module, self.new_cache))
-                elif self.spelled and name.endswith("self_attention"):
+                elif self.spelled and name.endswith(("self_attention", "attn.attention")):
                     for handle in _spelled_hooks(run, module):
                         stack.callback(handle.remove)
             _runs.append(run)

@@ -10,10 +10,18 @@ from checkpoints import NAMES, folder
 from exactness import Case, Compiled
 from triton_worker import Run, interpreter, on_cuda
 
+from uniprefill_fx.runtime.warn_once import forget_warnings
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the models are small: more threads only disturb one another
+
+
+@pytest.fixture(autouse=True)
+def _warnings_of_this_test() -> None:
+    """Warnings that are said once a process are said in each test."""
+    forget_warnings()
 
 
 @pytest.fixture

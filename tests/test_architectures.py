@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import uniprefill_fx
-from uniprefill_fx import CompactCacheError, LastCall
+from uniprefill_fx import CompactCacheError, LastCall, frontends
 
 LENGTHS = (611, 437, 702)  # no multiples of a block, a chunk of a recurrence, or a window
 NEW = 8
@@ -56,6 +56,7 @@ class Subject:
         self.reference = StockReference(self.arch)
         self.stock, self.model = self.arch.build(), self.arch.build()
         options = options_of(spec_of(self.arch)) | {"drop_layers": "all"}
+        frontends.install()  # or else the first trace meets a module imported since, may break, and is done again
         self.model.compile(backend="uniprefill", options=options)
         self.last_only = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 

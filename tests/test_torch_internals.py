@@ -222,6 +222,14 @@ def test_what_tracing_proved_is_applied() -> None:
     assert internals.size_expression(a) == internals.size_expression(b)
 
 
+def test_what_is_known_of_a_size() -> None:
+    size = internals.new_size(internals.fake_mode(), "k", 5, any_integer=True)
+    assert internals.traced_size(-size) == -5 and internals.traced_size(size * 2 - 3) == 7
+    assert not internals.is_known_negative(-size)
+    assert bool(size >= 1)  # a guard
+    assert internals.is_known_negative(-size) and not internals.is_known_negative(size)
+
+
 def test_traced_number() -> None:
     gm = traced(lambda x, scale: x * scale, torch.ones(2), 0.37)
     values = [n.meta.get("example_value") for n in gm.graph.nodes]

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig, preset_for
+from uniprefill_fx.runtime.copies import note_compiled
 from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
 from uniprefill_fx.torch_internals import compiled_module
 
@@ -48,9 +50,11 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
         compile(inner, fullgraph=fullgraph, dynamic=dynamic, **options)
         return model
     chosen = options_for(model, options)
+    frontends.install()  # for the modules that are imported by now: what is taught later has Dynamo trace again
     if isinstance(model, nn.Module):
         inside: Any = getattr(model, "get_base_model", None)  # peft: `generate` of the wrapper is the inner model's
         for module in (inside(), model) if callable(inside) else (model,):
             module.compile(backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
+            note_compiled(module)
         return model
     return torch.compile(model, backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)

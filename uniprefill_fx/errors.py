@@ -16,6 +16,7 @@ class Category(StrEnum):
     ATTENTION = "attention-not-understood"
     NON_CAUSAL = "non-causal-attention"
     MASK = "mask-not-understood"
+    INDEXED = "indexed-attention"
     PADDING = "padding"
     PACKED = "packed-prompts"
     PAST = "has-past-keys"

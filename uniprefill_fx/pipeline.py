@@ -28,7 +28,7 @@ from uniprefill_fx.passes.analyze.plan import Plan, make_plan
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import copy_module, meta
 from uniprefill_fx.passes.normalize.attention_form import unify_attention_form
-from uniprefill_fx.passes.normalize.causal_buffers import mark_causal_buffers
+from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged, mark_causal_buffers
 from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
 from uniprefill_fx.passes.normalize.fold_constants import fold_constants
 from uniprefill_fx.passes.normalize.functionalize import functionalize
@@ -170,7 +170,7 @@ def compile_graph(
             _failed(c, error, "rewriting failed, the prompt stays dense")
             c.plan, c.after = replace(c.plan, drops=(), sparse=()), None
     if c.run is None:
-        c.run = Undropped(compile_whole(c.inner, _lowered(c), inputs), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
+        c.run = Undropped(_without_drops(c), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
     for refusal in c.plan.refusals if c.plan.prefill else ():
         log.info("stays dense: %s", refusal)
     trace_log.note(c.plan, c.after, c.seconds)
@@ -208,14 +208,34 @@ def _prefill(c: Compilation) -> Prefill:
     return Prefill(c.plan, c.after, steps, dense, c.config.min_tokens, sequence_ids, auto_blocks)
 
 
-def _lowered(c: Compilation) -> fx.GraphModule:
+def _without_drops(c: Compilation) -> Callable[..., Any]:
+    """The compiled graph; where its masks are buffers that were looked at, they are looked at again at each call.
+
+    A decode step has to read its compact cache so: the model's own attention could not.
+    """
+    buffers = tuple(dict.fromkeys(b for a in c.attention for b in sorted(a.causal_buffers)))
+    if not buffers or c.plan.prefill:
+        return compile_whole(c.inner, _lowered(c), c.inputs)
+    names = [n.name for n in c.gm.graph.nodes if n.op == "placeholder"]
+    checks = [(names.index(b.name), Unchanged(b.meta[MARK])) for b in buffers]
+    own = CompiledPiece(copy_module(c.gm), c.inner, "with the model's masks")
+    run = compile_whole(c.inner, _lowered(c, with_buffers=True), c.inputs)
+
+    def checked(*args: Any) -> Any:
+        as_they_were = all(unchanged(args[index]) for index, unchanged in checks)
+        return run(*args) if as_they_were else own(*args)
+
+    return checked
+
+
+def _lowered(c: Compilation, with_buffers: bool = False) -> fx.GraphModule:
     """The graph without drops: understood attention needs no mask. Where that fails, the model's own stays."""
     if c.blocked is not None and c.blocked.category is Category.GRADIENTS:
         return c.gm  # our ops have no backward
     own = copy_module(c.gm)
     began = time.perf_counter()
     try:
-        lower_attention(c.gm, c.attention)
+        lower_attention(c.gm, c.attention, with_buffers)
     except Exception as error:
         _failed(c, error, "the model's own attention and masks stay in the graph")
         return own

@@ -22,7 +22,7 @@ from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, guard_scalar
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, guard_scalar, statically_known_true
 from torch.utils._sympy.functions import FloorDiv
 
 # Dynamo: the frame and the backend of the compilation that is under way
@@ -190,6 +190,20 @@ def size_expression(size: Any) -> sympy.Expr:
 def hint_of(size: torch.SymInt, symbol: sympy.Symbol) -> int:
     """The number that a symbol of `size` was traced with. Relies on `ShapeEnv.backed_var_to_val`."""
     return int(size.node.shape_env.backed_var_to_val[symbol])
+
+
+def traced_size(size: torch.SymInt) -> int:
+    """The integer that a SymInt was traced with; nothing is guarded. Relies on `ShapeEnv.backed_var_to_val`."""
+    expr = size_expression(size)
+    return int(expr.xreplace({s: sympy.Integer(hint_of(size, s)) for s in expr.free_symbols}))
+
+
+def is_known_negative(size: torch.SymInt) -> bool:
+    """Whether what is guarded already says that a SymInt is below 0; nothing is guarded anew.
+
+    Relies on `torch.fx.experimental.symbolic_shapes.statically_known_true`.
+    """
+    return bool(statically_known_true(size < 0))
 
 
 def traced_number(number: torch.SymFloat) -> float:

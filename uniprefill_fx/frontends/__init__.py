@@ -12,6 +12,7 @@ def install() -> bool:
     new = known_mixers.install_known() > 0
     if "transformers" not in sys.modules:
         return new
-    from uniprefill_fx.frontends import transformers
+    from uniprefill_fx.frontends import rope, transformers
 
-    return transformers.install() or new
+    taught = (transformers.install(), rope.install())
+    return any(taught) or new

@@ -179,8 +179,43 @@ def _forwards(softmax: fx.Node, found: ExplicitAttention) -> None:
         (node,) = node.users
         if name_of(node) not in ("view", "reshape"):
             raise _unknown(node)
-    found.out = node
     found.interior.add(node)
+    found.out = _scaled_by_sinks(node, softmax, found) if found.sinks is None else node
+    found.interior.add(found.out)
+
+
+def _scaled_by_sinks(product: fx.Node, softmax: fx.Node, found: ExplicitAttention) -> fx.Node:
+    """The result times `sigmoid(logsumexp(logits, -1) - sinks)`, where that is done to it; or the product itself.
+
+    exp(lse) / (exp(lse) + exp(sink)) is what one more logit in the softmax's denominator makes of the weights.
+    """
+    users = list(product.users)
+    if len(users) != 1 or name_of(users[0]) != "mul" or len(users[0].args) != 2:
+        return product
+    factor = next((a for a in users[0].args if a is not product), None)
+    path: list[fx.Node] = []
+    for names in ("to", "unsqueeze", "to"), ("sigmoid",), ("to", "float"), ("sub",):
+        for name in names:
+            if isinstance(factor, fx.Node) and name_of(factor) == name:
+                path.append(factor)
+                factor = factor.args[0]
+    if [name_of(n) for n in path if name_of(n) not in ("to", "float")] != ["unsqueeze", "sigmoid", "sub"]:
+        return product
+    spread, difference = next(n for n in path if name_of(n) == "unsqueeze"), path[-1]
+    shape, sinks = meta(product).shape, difference.args[1]
+    if not isinstance(factor, fx.Node) or name_of(factor) != "logsumexp" or factor.args[0] is not softmax.args[0]:
+        return product
+    dim = factor.kwargs.get("dim", factor.args[1] if len(factor.args) > 1 else None)
+    keepdim = factor.kwargs.get("keepdim", factor.args[2] if len(factor.args) > 2 else False)
+    sizes = [expression(s) for s in meta(sinks).shape] if isinstance(sinks, fx.Node) else []
+    alone = all(len(n.users) == 1 for n in (*path, factor))
+    by_head = sizes in ([1, expression(shape[1]), 1], [expression(shape[1]), 1])
+    if dim not in (-1, 3) or keepdim or spread.args[1] not in (-1, 3) or not (alone and by_head and len(shape) == 4):
+        return product
+    found.interior |= {*path, factor}
+    assert isinstance(sinks, fx.Node)
+    found.sinks = peel(sinks, ("view", "reshape"))
+    return users[0]
 
 
 def _heads(node: Any) -> fx.Node:
@@ -216,6 +251,9 @@ def _has_product(node: Any) -> bool:
     while isinstance(node, fx.Node):
         if name_of(node) in PRODUCTS or name_of(node) == "baddbmm":
             return True
+        if name_of(node) == "where" and len(node.args) == 3:
+            node = node.args[1]
+            continue
         if name_of(node) not in steps or not node.args:
             return False
         node = node.args[0]

@@ -30,8 +30,8 @@ def register_mixer(
     The function mixes tokens causally along one token axis. Behind a drop it gets the kept rows alone, as neighbours.
 
     Args:
-        function: a function, or a method as `Class.method`, of tensors, numbers, strings, dtypes, None, and tuples
-            of those other than tensors;
+        function: a function, or a method as `Class.method`, of tensors, numbers, strings, dtypes, None, and tuples,
+            lists and dicts of those;
             returns a tensor, or a tuple of tensors and None. It may be disabled for the compiler.
         shapes: the name of the argument whose shape and dtype the result has, or one name for each result; or
             (arguments by name) -> [(shape, dtype) or None] of the results. Sizes may be symbolic: use `tensor.shape`,
@@ -136,37 +136,44 @@ def _layout(name: str, shapes: str | Sequence[str] | Layout, signature: Sequence
 
 def _call(name: str, signature: Sequence[str], layout: Layout, args: Any, kwargs: dict[str, Any]) -> Any:
     """What Dynamo traces for a call: tensors and numbers are operands of the op, the rest is text in its arguments."""
-    tensors: list[Any] = []
-    sizes: list[Any] = []
-    numbers: list[Any] = []
-    values: list[Any] = []
-    places: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        place = None
-        if isinstance(value, torch.Tensor):
-            place = ("tensor", len(tensors))
-            tensors.append(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            place = ("size", len(sizes))
-            sizes.append(value)
-        elif isinstance(value, float):
-            place = ("number", len(numbers))
-            numbers.append(value)
-        places.append(place)
-        values.append(value if place is None else None)
-    structure = _structure(name, tuple(values), tuple(places), tuple(kwargs.keys()))
+    operands: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    entries = [_entry(value, operands) for value in (*args, *kwargs.values())]
+    structure = _structure(name, tuple(entries), tuple(kwargs.keys()))
     bound = dict(zip(signature, args, strict=False))
     bound.update(kwargs)
     promised = layout(bound)
     if not _is_layout(promised):
         _refuse_layout(name)
-    outputs = torch.ops.uniprefill.mixer(name, tensors, sizes, numbers, structure)
+    outputs = torch.ops.uniprefill.mixer(name, *operands, structure)
     results: list[Any] = []
     taken = 0
     for item in promised:
         results.append(None if item is None else outputs[taken])
         taken += item is not None
     return results[0] if len(promised) == 1 else tuple(results)
+
+
+def _entry(value: Any, operands: tuple[list[Any], list[Any], list[Any]], inside: bool = False) -> tuple[str, Any]:
+    """(kind, content) of an argument, its tensors and numbers being appended to the operands. Traced by Dynamo.
+
+    Numbers of a tuple, list or dict that are no integers stay what they are: limits, infinite ones among them.
+    """
+    tensors, sizes, numbers = operands
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return "tensor", len(tensors) - 1
+    if isinstance(value, int) and not isinstance(value, bool):
+        sizes.append(value)
+        return "size", len(sizes) - 1
+    if isinstance(value, float) and not inside:
+        numbers.append(value)
+        return "number", len(numbers) - 1
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return kind, tuple([_entry(item, operands, True) for item in value])
+    if isinstance(value, dict):
+        return "dict", tuple([(key, _entry(item, operands, True)) for key, item in value.items()])
+    return "value", value
 
 
 def _is_layout(promised: Any) -> bool:
@@ -191,20 +198,23 @@ def _refuse_layout(name: str) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _structure(name: str, values: tuple[Any, ...], places: tuple[Any, ...], names: tuple[str, ...]) -> str:
+def _structure(name: str, entries: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> str:
     """The JSON of a call, see `ops.mixer.unpack`."""
-    entries = [_encoded(name, v) if at is None else {at[0]: at[1]} for v, at in zip(values, places, strict=True)]
-    positional = len(values) - len(names)
-    return json.dumps(
-        {"args": entries[:positional], "kwargs": dict(zip(names, entries[positional:], strict=True))},
-    )
+    encoded = [_encoded(name, entry) for entry in entries]
+    positional = len(encoded) - len(names)
+    return json.dumps({"args": encoded[:positional], "kwargs": dict(zip(names, encoded[positional:], strict=True))})
 
 
-def _encoded(name: str, value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [_encoded(name, v) for v in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"mixer {name}: an argument {value!r}, which is no tensor, number, string, dtype or None")
+def _encoded(name: str, entry: tuple[str, Any]) -> Any:
+    kind, content = entry
+    if kind in ("tuple", "list"):
+        return {kind: [_encoded(name, item) for item in content]}
+    if kind == "dict":
+        return {kind: [[key, _encoded(name, item)] for key, item in content]}
+    if kind != "value":
+        return {kind: content}
+    if isinstance(content, torch.dtype):
+        return {"dtype": str(content).removeprefix("torch.")}
+    if content is None or isinstance(content, bool | int | float | str):
+        return content
+    raise TypeError(f"mixer {name}: an argument {content!r}, which is no tensor, number, string, dtype or None")

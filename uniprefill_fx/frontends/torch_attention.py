@@ -53,7 +53,7 @@ def spelled_out_attention(node: fx.Node) -> AttentionNode | None:
         kind = MaskKind(expression(keys) - 1)
     else:
         raise refuse(Category.NON_CAUSAL, "attention without a mask", "only causal attention can drop")
-    biases = [b for b in (kind.alibi, bias) if b is not None]
+    biases = [b for b in (kind.alibi, kind.bias, bias) if b is not None]
     if len(biases) > 1 or (biases and found.scaled_masks):
         raise refuse(Category.ATTENTION, "two biases on the attention logits, or a scaled one", "it stays dense")
     terms = {"scale": found.scale, "softcap": found.softcap, "sinks": found.sinks, "bias": bias}
@@ -63,6 +63,8 @@ def spelled_out_attention(node: fx.Node) -> AttentionNode | None:
 def _attention(
     node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: MaskKind, interior: frozenset[fx.Node], **terms: Any
 ) -> AttentionNode:
+    if mask.bias is not None:
+        terms["bias"] = mask.bias
     spec = AttentionSpec(
         window=mask.window,
         chunk=mask.chunk,

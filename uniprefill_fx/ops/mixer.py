@@ -42,7 +42,7 @@ def unpack(
     """The arguments of a mixer call.
 
     In the JSON, {"tensor": i} stands for tensors[i], {"size": i} and {"number": i} for elements of the other two,
-    {"dtype": name} for a torch.dtype, and {"tuple": [...]} or {"list": [...]} for a sequence.
+    {"dtype": name} for a torch.dtype, {"tuple": [...]} or {"list": [...]} for a sequence, and {"dict": [[key, value]]}.
     """
     operands = {"tensor": tensors, "size": sizes, "number": numbers}
 
@@ -54,6 +54,8 @@ def unpack(
             return operands[kind][content]
         if kind == "dtype":
             return getattr(torch, content)
+        if kind == "dict":
+            return {key: value(item) for key, item in content}
         items = [value(item) for item in content]
         return tuple(items) if kind == "tuple" else items
 

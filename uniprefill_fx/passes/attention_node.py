@@ -74,7 +74,8 @@ class AttentionNode:
         alibi: what is added to the logits grows with the key's position: node of `heads` slopes, and a factor on them.
         causal_buffers: buffers whose values were looked at; what is said here holds while they stay.
         interior: nodes between q, k, v and the output that go away with the op; the op itself among them.
-        layer: decoder layer, from the module path; without one, the ordinal among the attention nodes.
+        layer: decoder layer, from the module path (it may hold several attentions); without one, the ordinal among the
+            attention nodes.
         path: module path, "" if unknown. refusal: why it was not understood.
     """
 

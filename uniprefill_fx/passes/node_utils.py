@@ -71,17 +71,25 @@ def name_of(node: fx.Node) -> str:
 def module_path(node: fx.Node) -> str:
     """The innermost module that a node was traced in, as "model.layers.3.self_attn"; "" if Dynamo recorded none."""
     stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return _path(list(stack.values())[-1]) if stack else ""
+
+
+def _path(entry: Any) -> str:
+    """The path of one entry of a stack of modules."""
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", str(entry[0]))
     return ".".join(part for part in path.split(".") if part not in ("L", "self", "_modules", ""))
 
 
 def decoder_layer(node: fx.Node) -> int | None:
-    """The decoder layer a node belongs to: the first number in its module path; None without one."""
-    numbers = [int(part) for part in module_path(node).split(".") if part.isdigit()]
-    return numbers[0] if numbers else None
+    """The decoder layer a node belongs to: the first number in the path of the modules around it; None without one.
+
+    The outermost numbered module counts: a block that several layers share (Zamba's) is known by the path of the first.
+    """
+    for entry in (node.meta.get("nn_module_stack") or {}).values():
+        numbers = [int(part) for part in _path(entry).split(".") if part.isdigit()]
+        if numbers:
+            return numbers[0]
+    return None
 
 
 def index_of(node: fx.Node) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from uniprefill_fx.runtime.last_call import DroppedCall, Drops, LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
 from uniprefill_fx.runtime.sparse_options import sparse_options
 from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
+from uniprefill_fx.runtime.warn_once import warn_once
 from uniprefill_fx.torch_internals import mark_maybe_dynamic
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
@@ -105,10 +105,11 @@ class Prefill:
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.causal_buffers = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.causal_buffers]
         self.padding = None if plan.padding is None else names.index(plan.padding.name)
+        self.shown = None if plan.shown_input is None else names.index(plan.shown_input.name)
         self.batch = _size_input(dense.gm.graph, plan.batch)
         self.released = _released(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
-        self.warned = self.warned_of_scores = False
+        self.grown = (0, 0)  # the length of the last prompt, and how often in a row it was one token longer
 
     def __call__(self, *args: Any) -> Any:
         try:
@@ -122,6 +123,7 @@ class Prefill:
                 )
             )
         else:
+            self._note_length(int(args[self.count_input]))
             out = self._drop(token_bounds, args)
         return self.marks(out)
 
@@ -164,21 +166,22 @@ class Prefill:
 
     def _drop(self, token_bounds: Tensor, args: Sequence[Any]) -> Any:
         """Run the split graph node by node, releasing values after their last use."""
-        if self.plan.exposure is Exposure.ALL and not self.warned:
-            self.warned = True
-            warnings.warn(
-                "uniprefill: outputs of all positions were asked for. Positions of dropped tokens come from their "
+        if self.plan.exposure is Exposure.ALL:
+            warn_once(
+                "frozen logits",
+                "outputs of all positions were asked for. Positions of dropped tokens come from their "
                 "frozen states (full_logits='frozen'); pass logits_to_keep=1, or full_logits='dense' for exact ones.",
                 stacklevel=3,
             )
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.token_bounds: token_bounds}
         kept: list[tuple[Tensor, Tensor]] = []
         changed = changes(int(args[self.count_input]), self.auto_blocks)
-        if self.plan.exposure is Exposure.NONE and changed.get("last_n", self.plan.shown) < self.plan.shown:
+        shown = self.plan.shown if self.shown is None else int(args[self.shown])
+        if self.plan.exposure is Exposure.NONE and changed.get("last_n", shown) < shown:
             raise OptionError(
                 "last_n",
                 changed["last_n"],
-                f"{self.plan.shown} or more in this call",
+                f"{shown} or more in this call",
                 "So many of the last rows are asked for, and fewer of them would be kept.",
             )
         if self.sparse_input is not None:
@@ -212,10 +215,20 @@ class Prefill:
             "every token stayed there; look for an overflow (float16?) or broken weights",
             self.plan.drops[ordinal].attention.layer,
         )
-        if not self.warned_of_scores:
-            self.warned_of_scores = True
-            warnings.warn(f"uniprefill: {reason}", stacklevel=4)
+        warn_once("scores", str(reason), stacklevel=4)
         return reason
+
+    def _note_length(self, columns: int) -> None:
+        """Warn of a generation without a cache: every step of it is a new prompt, one token longer."""
+        last, times = self.grown
+        self.grown = (columns, times + 1 if columns == last + 1 else 0)
+        if self.grown[1] == 3:
+            warn_once(
+                "no cache",
+                "prompt after prompt is one token longer than the one before. Without a cache (use_cache=False, or a "
+                "model whose generate() passes none, as MPT's) each step is a new prefill, and selects tokens anew.",
+                stacklevel=3,
+            )
 
 
 def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:

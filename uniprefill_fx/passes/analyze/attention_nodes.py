@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, RefusalError, refuse
 from uniprefill_fx.passes.attention_node import AttentionNode
+from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import decoder_layer, module_path
 
 Reader = Callable[[fx.Node], AttentionNode | None]
@@ -29,12 +31,31 @@ def register_reader(reader: Reader) -> Reader:
 
 
 def find_attention_nodes(graph: fx.Graph) -> list[AttentionNode]:
-    """All attention of a graph, in graph order. Never raises: what is not understood becomes a refused attention."""
+    """All attention of a graph, in graph order. Never raises: what is not understood becomes a refused attention.
+
+    A layer number is that of a decoder layer, which may hold several attentions. Where module paths do not tell the
+    layers, attentions are counted.
+    """
     found = [attention for node in graph.nodes if (attention := _read(node)) is not None]
     layers = [attention.layer for attention in found]
-    if None in layers or len(set(layers)) != len(layers):  # no module path: count them
+    if None in layers or layers != sorted(layers) or _ambiguous(graph, found):
         found = [replace(attention, layer=i) for i, attention in enumerate(found)]
     return found
+
+
+def _ambiguous(graph: fx.Graph, found: list[AttentionNode]) -> bool:
+    """Whether attentions of one number are of several layers: numbered further inside (layers in a list of models), or
+    computed by one module from what it returned before (fewer modules than layers)."""
+    pairs = [(a, b) for a, b in itertools.combinations(found, 2) if a.layer == b.layer]
+    if any(_numbers(a.path) != _numbers(b.path) for a, b in pairs):
+        return True
+    again = [(a, b) for a, b in pairs if a.path == b.path]
+    ancestry = Ancestry(graph) if again else None
+    return ancestry is not None and any(ancestry.depends(b.node, a.node) for a, b in again)
+
+
+def _numbers(path: str) -> list[str]:
+    return [part for part in path.split(".") if part.isdigit()]
 
 
 def _read(node: fx.Node) -> AttentionNode | None:

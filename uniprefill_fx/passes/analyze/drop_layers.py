@@ -67,30 +67,32 @@ def layers_of_this_graph(
 def choose_layers(
     attention_nodes: Iterable[AttentionNode], num_layers: int, config: PrefillConfig
 ) -> list[AttentionNode]:
-    """The attention_nodes after which tokens are dropped, in graph order.
+    """The attention_nodes after which tokens are dropped, in graph order: of a layer its first full attention.
 
     Raises:
         OptionError: `drop_layers` names a layer that has no full attention over the prompt.
         RefusalError: it names one whose attention was not understood in this graph.
     """
-    full = {a.layer: a for a in attention_nodes if a.is_prefill and a.full}
+    full: dict[int, AttentionNode] = {}
+    for attention in attention_nodes:
+        if attention.is_prefill and attention.full:
+            full.setdefault(attention.layer, attention)
     assert config.drop_layers != "none"
     if config.drop_layers == "all":
         return list(full.values())
     if config.drop_layers == "auto":
         return [full[layer] for layer in auto_drop_layers(tuple(full), num_layers)]
-    by_layer = {s.layer: s for s in attention_nodes}
     for layer in config.drop_layers:
-        attention = by_layer.get(layer)
-        if attention is not None and attention.refusal is not None:
-            raise RefusalError(attention.refusal)
-        if attention is not None and attention.full and not attention.is_prefill:
-            raise refuse(
-                Category.CACHE,
-                f"attention over {attention.num_keys} keys of a cache",
-                "pass DynamicCache, or none",
-                layer,
-            )
+        for attention in (a for a in attention_nodes if a.layer == layer and layer not in full):
+            if attention.refusal is not None:
+                raise RefusalError(attention.refusal)
+            if attention.full and not attention.is_prefill:
+                raise refuse(
+                    Category.CACHE,
+                    f"attention over {attention.num_keys} keys of a cache",
+                    "pass DynamicCache, or none",
+                    layer,
+                )
         if layer not in full:
             raise OptionError(
                 "drop_layers",

@@ -14,6 +14,8 @@ from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import decoder_layer, is_op
 from uniprefill_fx.torch_internals import frame_is_resumed, graph_break
 
+_last_break: list[str] = []  # where Dynamo last broke a graph: pieces behind it are told apart by no module
+
 
 def keys_of_earlier_tokens(graph: fx.Graph, attention: Iterable[AttentionNode]) -> bool:
     """Whether attention reads keys that were there before this call: a decode step or a later chunk."""
@@ -28,15 +30,17 @@ def reason_from_outside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Re
     broken = graph_break(gm)
     if broken is not None:
         why, stack = broken[0].strip().splitlines(), broken[1]
+        _last_break[:] = [f"{stack[-1] if stack else 'an unknown place'}: {why[0] if why else 'no reason'}"]
         return Refusal(
             Category.GRAPH_BREAK,
-            f"Dynamo broke the graph at {stack[-1] if stack else 'an unknown place'}: {why[0] if why else 'no reason'}",
+            f"Dynamo broke the graph at {_last_break[0]}",
             "only the last graph of a forward may drop tokens: take the break out, or behind the layers",
         )
     if frame_is_resumed() and all(decoder_layer(node) is None for node in gm.graph.nodes):
         return Refusal(
             Category.GRAPH_BREAK,
-            "a piece behind a graph break, whose layers have no names",
+            f"a piece behind a graph break (the last one at {_last_break[0] if _last_break else 'an unknown place'}), "
+            "whose layers have no names",
             "which layers these are cannot be told: take the break out, or make the layers an nn.ModuleList",
         )
     return find_ranks(gm.graph)

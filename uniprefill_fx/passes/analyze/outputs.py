@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
@@ -14,7 +15,8 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.latent_kv import latent_kv
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
-from uniprefill_fx.passes.node_utils import arguments, index_of, is_op, meta, name_of, shape, token_dims
+from uniprefill_fx.passes.node_utils import arguments, expression, index_of, is_op, meta, name_of, shape, token_dims
+from uniprefill_fx.torch_internals import traced_size
 
 
 class Exposure(StrEnum):
@@ -39,13 +41,25 @@ def exposure_of(
             `full_logits="dense"`.
     """
     row_dim: dict[fx.Node, int | None] = {end: token_dims(end, tokens)[0]}  # of nodes that show such rows
+    picked: dict[fx.Node, fx.Node] = {}  # by node: what picked rows by an index that is data
     for node in graph.nodes:
         if node in head_region and not _last_rows(node, tokens, config.last_n):
             read = [n for n in node.all_input_nodes if n in row_dim]
             if read:
                 row_dim[node] = _row_dim(node, read[0], row_dim[read[0]], tokens)
+                first = next((picked[n] for n in read if n in picked), node if _picks(node, read[0]) else None)
+                if row_dim[node] is None and first is not None:
+                    picked[node] = first
     shown = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node) and n in row_dim]
     for node in shown:
+        if row_dim[node] is None and node in picked:
+            raise refuse(
+                Category.OUTPUT,
+                f"an output of shape {_shape(node)} whose rows are picked by an index tensor "
+                f"(`{name_of(picked[node])}`): which tokens they are is known at run time only",
+                "ask for the last rows by a number (logits_to_keep=1); of a classifier that looks for the last token, "
+                "set config.pad_token_id to None and run prompts one by one, without padding",
+            )
         if row_dim[node] is None:
             raise refuse(
                 Category.OUTPUT,
@@ -59,6 +73,15 @@ def exposure_of(
             "pass logits_to_keep=1, or full_logits='frozen' to have dropped rows come from their frozen states",
         )
     return Exposure.ALL if shown else Exposure.NONE
+
+
+def _picks(node: fx.Node, read: fx.Node) -> bool:
+    """Whether a node looks up rows of a value by a tensor of numbers."""
+    indices = [n for n in node.all_input_nodes if n is not read]
+    integers = any(
+        isinstance(meta(n), torch.Tensor) and not meta(n).is_floating_point() and meta(n).ndim for n in indices
+    )
+    return name_of(node) in ("getitem", "gather", "index_select", "take_along_dim") and integers
 
 
 def _row_dim(node: fx.Node, read: fx.Node, dim: int | None, tokens: sympy.Symbol) -> int | None:
@@ -167,10 +190,29 @@ def _taken_from(node: fx.Node, rows: set[fx.Node]) -> bool:
     return True
 
 
-def rows_shown(head_region: frozenset[fx.Node], tokens: sympy.Symbol, last_n: int) -> int:
-    """How many of the last rows the head_region takes, at most `last_n`: so many must stay."""
+def rows_shown(
+    graph: fx.Graph, head_region: frozenset[fx.Node], tokens: sympy.Symbol, last_n: int
+) -> tuple[int, fx.Node | None]:
+    """How many of the last rows the head_region takes, at most `last_n`: so many must stay.
+
+    A node is the input that holds the number, where it is no constant (`logits_to_keep`, after two values of it).
+    """
     taken = [node for node in head_region if _last_rows(node, tokens, last_n)]
-    return next((k for k in range(last_n + 1) if all(_last_rows(node, tokens, k) for node in taken)), last_n)
+    at = {node: index_of(node)[token_dims(_source(node), tokens)[0]] for node in taken}
+    starts = [i.start for i in at.values() if isinstance(i, slice) and isinstance(i.start, fx.Node)]
+    fixed = [node for node in taken if not (isinstance(at[node], slice) and isinstance(at[node].start, fx.Node))]
+    count = next((k for k in range(last_n + 1) if all(_last_rows(node, tokens, k) for node in fixed)), last_n)
+    if not starts:
+        return count, None
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and isinstance(meta(n), torch.SymInt)]
+    same = [n for n in inputs if all(expression(n) == -expression(start) for start in starts)]
+    return (count, same[0]) if same and not count else (last_n, None)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
@@ -185,7 +227,12 @@ def _last_rows(node: fx.Node, tokens: sympy.Symbol, last_n: int) -> bool:
     if isinstance(taken, list | tuple):
         return bool(taken) and all(isinstance(i, int) and -last_n <= i < 0 for i in taken)
     start = taken.start if isinstance(taken, slice) else taken
-    if not isinstance(start, int) or not -last_n <= start < 0:
+    if isinstance(start, fx.Node) and isinstance(meta(start), torch.SymInt) and isinstance(taken, slice):
+        size = meta(start)
+        # The graph is guarded to hold for such numbers only, and traced again for others.
+        if not -last_n <= traced_size(size) < 0 or not (size < 0 and size >= -last_n):
+            return False
+    elif not isinstance(start, int) or not -last_n <= start < 0:
         return False
     return not isinstance(taken, slice) or (taken.stop is None and taken.step in (None, 1))
 

@@ -57,6 +57,7 @@ class Plan:
         causal_buffers: placeholders of masks: their values must stay what they were for the plan to hold.
         sparse: the attention that leaves out blocks of keys, and how each chooses them.
         shown: how many of the last rows outputs show, where they show no others: so many must stay.
+        shown_input: the placeholder of that number, where it is no constant.
     """
 
     attention_nodes: tuple[AttentionNode, ...]
@@ -78,6 +79,7 @@ class Plan:
     batch: sympy.Expr = sympy.S.One
     mixed: frozenset[fx.Node] = frozenset()
     shown: int = 0
+    shown_input: fx.Node | None = None
     past: bool = False
     sparse: tuple[tuple[AttentionNode, SparseSpec], ...] = ()
 
@@ -175,7 +177,7 @@ def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: li
     end = leaving(next(s for s in attention_nodes if s.is_prefill), adds, ancestry)
     head_region = head_region_of(graph, end, ancestry)
     exposure = exposure_of(graph, head_region, end, tokens, config)
-    shown = rows_shown(head_region, tokens, config.last_n)
+    shown, shown_input = rows_shown(graph, head_region, tokens, config.last_n)
     if exposure is Exposure.NONE:
         head_region = frozenset()  # nobody sees dropped rows: the head runs on the kept ones and nothing is restored
     else:
@@ -208,6 +210,7 @@ def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: li
         exposure=exposure,
         mixed=mixed_along(graph, attention_nodes, level, tokens, plan.batch),
         shown=shown,
+        shown_input=shown_input,
     )
 
 

@@ -226,7 +226,9 @@ def _mixes(what: str) -> RefusalError:
 def _check_unpacked(mixer: fx.Node) -> None:
     """Refuse a mixer that is told where requests lie in the stream: behind a drop they lie elsewhere."""
     for argument, value in bind(*mixer.args).items():  # type: ignore[arg-type]
-        if argument.startswith("cu_seq") and isinstance(value, fx.Node):
+        held: list[fx.Node] = []
+        fx.node.map_arg(value, held.append)
+        if argument.startswith("cu_seq") and held:
             raise refuse(
                 Category.TOKEN_OP,
                 f"a mixer over packed requests, `{argument}` of {mixer.args[0]}",

@@ -11,6 +11,7 @@ from torch import fx
 from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kind, Kinds, Rows, Same, State, is_tensor
 from uniprefill_fx.passes.analyze.rowwise_ops import argument, complete, first_of, is_empty, last_few
 from uniprefill_fx.passes.node_utils import expression, index_of, meta
+from uniprefill_fx.torch_internals import is_known_negative
 
 KindOf = Callable[[Any], Any]  # from a node to its Kinds
 
@@ -168,7 +169,9 @@ class LayoutRules:
 
     def _last(self, item: slice) -> bool:
         """x[-4:], as the state of a convolution is taken."""
-        return isinstance(item.start, int) and item.start < 0 and item.stop is None and item.step in (None, 1)
+        start = meta(item.start) if isinstance(item.start, fx.Node) else item.start
+        negative = is_known_negative(start) if isinstance(start, torch.SymInt) else isinstance(start, int) and start < 0
+        return negative and item.stop is None and item.step in (None, 1)
 
     def _selected(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
         source, dim = argument(node, 0, "input", "self"), argument(node, 1, "dim")

@@ -21,15 +21,21 @@ LARGEST = 1 << 14  # rows: larger ones are not looked at, each check reads them 
 
 @dataclass(frozen=True)
 class CausalBuffer:
-    """A matrix of one number on and below the diagonal, `below`, and another one over it, `above`."""
+    """A matrix of one number on and below the diagonal, `below`, and another one over it, `above`.
+
+    With a `window`, only that many elements of a row are `below`, those up to the diagonal.
+    """
 
     below: float
     above: float
+    window: int | None = None
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor (1, ..., rows, rows) holds this."""
         matrix = tensor.reshape(tensor.shape[-2:])
         lower = torch.ones(matrix.shape, dtype=torch.bool, device=matrix.device).tril_()
+        if self.window is not None:
+            lower &= ~lower.tril(-self.window)
         return bool(torch.where(lower, matrix == self.below, matrix == self.above).all())
 
 
@@ -45,7 +51,9 @@ def mark_causal_buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> No
             continue
         if example.shape[-2] != rows or example.is_complex():
             continue
-        found = CausalBuffer(float(example.flatten()[0]), float(example.flatten()[1]))
+        below, above = example.flatten()[:2].tolist()
+        window = int((example.reshape(rows, rows)[:, 0] == below).sum())  # whose first column they reach
+        found = CausalBuffer(float(below), float(above), window if window < rows else None)
         if found.below != found.above and found.fits(example):
             node.meta[MARK] = found
 

@@ -30,13 +30,16 @@ from uniprefill_fx.passes.rewrite.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands
 
 
-def lower_attention(gm: fx.GraphModule, attention_nodes: Sequence[AttentionNode]) -> int:
-    """Replace every attention that can be, in place; returns how many. Node meta stays as the model's own op had it."""
+def lower_attention(gm: fx.GraphModule, attention_nodes: Sequence[AttentionNode], with_buffers: bool = False) -> int:
+    """Replace every attention that can be, in place; returns how many. Node meta stays as the model's own op had it.
+
+    `with_buffers`: also where masks are buffers, whose values the caller looks at in each call.
+    """
     first: dict[fx.Node, AttentionNode] = {}  # by cache layer: who wrote it
     for attention in attention_nodes:
         if attention.cached:
             first.setdefault(attention.cached.positions, attention)
-    chosen = [attention for attention in attention_nodes if _can_be(attention)]
+    chosen = [attention for attention in attention_nodes if _can_be(attention, with_buffers)]
     for attention in chosen:
         with gm.graph.inserting_before(attention.node):
             shares = attention.cached is not None and first[attention.cached.positions] is not attention
@@ -52,9 +55,9 @@ def lower_attention(gm: fx.GraphModule, attention_nodes: Sequence[AttentionNode]
     return len(chosen)
 
 
-def _can_be(attention: AttentionNode) -> bool:
+def _can_be(attention: AttentionNode, with_buffers: bool) -> bool:
     """Whether an attention is understood, over keys that are at hand, with nothing to look at in each call."""
-    if attention.spec is None or attention.causal_buffers:
+    if attention.spec is None or (attention.causal_buffers and not with_buffers):
         return False  # only a look at the values of a buffer, at each call, could say that the mask is what it was
     if not attention.layout.canonical or attention.written_output is not None:
         return False  # a library's own op knows its layout and its cache

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+from sympy.core.function import AppliedUndef
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.analyze.masks.numbers import as_number
 from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
-from uniprefill_fx.passes.node_utils import is_op, peel, shape
+from uniprefill_fx.passes.node_utils import is_op, name_of, peel, shape
 from uniprefill_fx.torch_internals import is_floor_div
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
@@ -34,6 +36,7 @@ class MaskKind:
         chunk_start: node of (batch,): the index at which each request's first chunk begins; None: 0.
         sequence_ids: node of (batch, tokens) numbers: a query sees only keys with its own (packed prompts); None: all.
         alibi: what is added to the logits grows with the key's index: node of `heads` slopes, and a factor on them.
+        bias: node of (batch, heads, 1, keys) that is added to the logits: the same for all queries.
         causal_buffers: buffers whose values were looked at; what is said here holds while they stay
         (`passes.causal_buffers`).
     """
@@ -46,6 +49,7 @@ class MaskKind:
     alibi: tuple[fx.Node, float] | None = None
     causal_buffers: frozenset[fx.Node] = frozenset()
     chunk_start: fx.Node | None = None
+    bias: fx.Node | None = None
 
     @property
     def full(self) -> bool:
@@ -91,7 +95,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         elif kind == "data" and key_mask is None and value.args in ((BATCH, KEY), (sympy.Integer(0), KEY)):
             key_mask = reader.data[value.func.__name__]
         else:
-            raise _unknown(term)
+            raise _unknown(term, reader)
     if offset is None:
         raise refuse(
             Category.NON_CAUSAL,
@@ -105,7 +109,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
             continue
         chunks = _chunk(term, query + offset)
         if chunks is None or chunk is not None:
-            raise _unknown(term)
+            raise _unknown(term, reader)
         chunk, start = chunks
         chunk_start = None if start is None else reader.data[start]
     if window is not None:
@@ -114,8 +118,10 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         if not size.is_Integer or size < 1:
             raise refuse(Category.MASK, f"a window of {size} tokens", "a window must be a constant of at least 1")
         window = int(size)
-    alibi = _alibi(added, reader) if added != 0 else None
-    return MaskKind(offset, window, chunk, key_mask, sequence_ids, alibi, frozenset(reader.causal_buffers), chunk_start)
+    bias = _key_bias(masks, added, reader) if added != 0 else None
+    alibi = _alibi(added, reader) if added != 0 and bias is None else None
+    buffers = frozenset(reader.causal_buffers)
+    return MaskKind(offset, window, chunk, key_mask, sequence_ids, alibi, buffers, chunk_start, bias)
 
 
 def known_kind(mask: fx.Node) -> MaskKind | None:
@@ -136,6 +142,20 @@ def _is_input(mask: fx.Node) -> bool:
     return peel(mask, ("to", "bool", "contiguous", "view", "reshape")).op == "placeholder"
 
 
+def _key_bias(masks: Sequence[tuple[fx.Node, bool]], added: Any, reader: MaskReader) -> fx.Node | None:
+    """The node of what a mask adds to the logits, where that depends on data of the keys; None for other biases.
+
+    As in Falcon, `masked_fill(slopes * (mask.cumsum(-1) - 1), hidden, -inf)`: one number a head and key, by position.
+    """
+    if len(masks) != 1 or added.has(QUERY) or not any(set(f.args) & {KEY} for f in added.atoms(AppliedUndef)):
+        return None
+    for read in masks[0][0].all_input_nodes:
+        sizes = shape(read) or ()
+        if len(sizes) == 4 and sizes[2] == 1 and sympy.expand(as_number(reader.read(read, 4)) - added) == 0:
+            return read
+    return None
+
+
 def _distance(x: Any) -> Any:
     """The absolute value of x, where queries see no later keys."""
     return QUERY - KEY if sympy.expand(x**2) == DISTANCE else sympy.Abs(x)
@@ -149,7 +169,7 @@ def _alibi(added: Any, reader: MaskReader) -> tuple[fx.Node, float]:
     added = sympy.expand(added.replace(sympy.Abs, _distance))
     slope = added.coeff(KEY)
     factor, data = slope.as_coeff_Mul()
-    one_a_head = isinstance(data, sympy.core.function.AppliedUndef) and set(data.args) <= {HEAD, sympy.Integer(0)}
+    one_a_head = isinstance(data, AppliedUndef) and set(data.args) <= {HEAD, sympy.Integer(0)}
     if (added - slope * KEY).has(KEY) or not (one_a_head and data.has(HEAD) and factor.is_number):
         raise refuse(Category.MASK, f"a bias of the attention logits: {added}", "such a layer stays dense")
     return reader.data[data.func.__name__], float(factor)
@@ -157,7 +177,7 @@ def _alibi(added: Any, reader: MaskReader) -> tuple[fx.Node, float]:
 
 def _relation(term: Any) -> tuple[str, Any] | None:
     """("before", x): key <= x. ("after", x): key > x. ("data", f(batch, key)): the token is real."""
-    if isinstance(term, sympy.Ne) and term.rhs == 0 and isinstance(term.lhs, sympy.core.function.AppliedUndef):
+    if isinstance(term, sympy.Ne) and term.rhs == 0 and isinstance(term.lhs, AppliedUndef):
         return "data", term.lhs
     if isinstance(term, sympy.Gt | sympy.Ge | sympy.Lt | sympy.Le):
         difference = sympy.expand(term.gts - term.lts)  # gts >= lts, or >
@@ -187,13 +207,13 @@ def _chunk(term: Any, position: Any) -> tuple[int, str | None] | None:
         return None
     if start == 0:
         return int(size), None
-    by_request = isinstance(start, sympy.core.function.AppliedUndef) and start.args in ((BATCH,), (sympy.Integer(0),))
+    by_request = isinstance(start, AppliedUndef) and start.args in ((BATCH,), (sympy.Integer(0),))
     return (int(size), str(start.func.__name__)) if by_request else None
 
 
 def _sequence_ids(term: Any) -> str | None:
     """The name of the data f in `f(batch, query) == f(batch, key)`; None for other terms."""
-    if not isinstance(term, sympy.Eq) or not all(isinstance(s, sympy.core.function.AppliedUndef) for s in term.args):
+    if not isinstance(term, sympy.Eq) or not all(isinstance(s, AppliedUndef) for s in term.args):
         return None
     left, right = term.args
     batch = {side.args[0] for side in term.args}
@@ -202,9 +222,30 @@ def _sequence_ids(term: Any) -> str | None:
     return str(left.func.__name__) if same else None
 
 
-def _unknown(term: Any) -> Exception:
+def _unknown(term: Any, reader: MaskReader) -> Exception:
+    for found in term.atoms(AppliedUndef):
+        picked = _picked_by(reader.data.get(found.func.__name__))
+        if picked is not None and found.has(KEY):
+            return refuse(
+                Category.INDEXED,
+                f"an indexer picks the keys that each query sees (`{picked.name}`, {name_of(picked)})",
+                "which tokens matter is the indexer's choice, query by query: such a layer stays dense",
+            )
     return refuse(
         Category.MASK,
         f"a mask term that is none of causal, sliding window, chunk, padding of keys, packed prompts: {term}",
         "such a layer stays dense; report the model if the term is a standard one",
     )
+
+
+def _picked_by(mask: fx.Node | None) -> fx.Node | None:
+    """The `topk` whose indices were written into a mask, a few steps before it."""
+    near: list[fx.Node] = [] if mask is None else [mask]
+    for _ in range(8):
+        picked = next((node for node in near if name_of(node) == "topk"), None)
+        if picked is not None:
+            return picked
+        near = [
+            read for node in near if not name_of(node).startswith(("linear", "matmul")) for read in node.all_input_nodes
+        ]
+    return None

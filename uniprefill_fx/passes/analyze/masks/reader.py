@@ -185,7 +185,10 @@ class MaskReader:
             return None
         self.causal_buffers.add(node)
         row, column = AXES[meta(node).ndim - 2], AXES[meta(node).ndim - 1]
-        return choose(sympy.Le(column, row), *(self._number(v, node) for v in (triangle.below, triangle.above)))
+        inside = sympy.Le(column, row)
+        if triangle.window is not None:
+            inside = sympy.And(inside, sympy.Gt(column, row - triangle.window))
+        return choose(inside, *(self._number(v, node) for v in (triangle.below, triangle.above)))
 
     def _view(self, node: fx.Node, name: str) -> Any:
         """The same elements under axes in another order, or with axes of one element more or fewer."""
@@ -232,7 +235,7 @@ class MaskReader:
             if item is None:
                 out += 1
             elif isinstance(item, slice) and item.step is None and _is_start(item.start):
-                moved[AXES[axis]] = AXES[out] + (item.start or 0)
+                moved[AXES[axis]] = AXES[out] + (expression(item.start) if item.start is not None else 0)
                 axis, out = axis + 1, out + 1
             else:
                 return None
@@ -244,6 +247,8 @@ class MaskReader:
 
 def _is_start(start: Any) -> bool:
     """Where a slice begins, counted from the front."""
+    if isinstance(start, fx.Node) and isinstance(meta(start), torch.SymInt | int):
+        return bool(expression(start).is_nonnegative)
     return start is None or (isinstance(start, int) and start >= 0)
 
 
