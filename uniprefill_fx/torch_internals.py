@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import eval_frame
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import ConstantSource
@@ -108,6 +109,29 @@ def is_static_input(placeholder: fx.Node) -> bool:
     Relies on `meta["tensor_dict"]` of placeholders, where Dynamo copies the attribute `_dynamo_static_input_type`.
     """
     return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+
+
+def recompile_limit() -> int:
+    """How many graphs Dynamo makes of one function before it runs eagerly. Relies on `config.recompile_limit`."""
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit
+
+
+def traced_code() -> Any:
+    """The code object of the frame that Dynamo compiles now; None outside of Dynamo.
+
+    Relies on `current_tx()` as `frame_is_resumed` does, and on `output.root_tx`, the frame that others are inlined in.
+    """
+    try:
+        frame = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return None if frame is None else frame.output.root_tx.f_code
+
+
+def graphs_of(code: Any) -> int:
+    """How many graphs Dynamo holds of a code object. Relies on `_debug_get_cache_entry_list`."""
+    return len(_debug_get_cache_entry_list(code))
 
 
 # torch.compile: what it wraps
@@ -219,6 +243,15 @@ def dispatch_in_python() -> AbstractContextManager[Any]:
     Relies on `torch._dispatch.python.enable_python_dispatcher`.
     """
     context: AbstractContextManager[Any] = enable_python_dispatcher()
+    return context
+
+
+def as_plain_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors of a subclass are ordinary ones to every operator: what `__torch_function__` does its work in.
+
+    Relies on `torch._C.DisableTorchFunctionSubclass`.
+    """
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 

@@ -4,8 +4,9 @@ transformers sizes one mask from one layer and lays it out by original token ind
 hold different subsets of the tokens, so each of these layers stores `positions`, the original index of each of its
 rows,
 and hands model code a view of all tokens seen (`uniprefill::logical_view`), which fits the mask. The passes replace the
-attention that reads such a view by one that reads the rows and their positions; code that does not (an eager model,
-another backend) gets the view itself: right when nothing was dropped, an error otherwise.
+attention that reads such a view by one that reads the rows and their positions. Eager code gets a view that knows what
+it does not hold (`frontends.eager_view`); what another backend compiles gets the view itself: right when nothing was
+dropped, an error otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from uniprefill_fx.ops.cache import NEVER
+from uniprefill_fx.frontends.eager_view import compact_view, warn_of_eager_reads
+from uniprefill_fx.ops.cache import NEVER, holds_all, leave_later
 
 
 class CompactLayer(DynamicLayer):
@@ -78,6 +80,10 @@ class CompactLayer(DynamicLayer):
         if before == 0:
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
+        eager = not torch.compiler.is_compiling() and not leave_later(self.dropped_after)
+        if eager and not holds_all(positions, expected):
+            warn_of_eager_reads()
+            return compact_view(keys, positions, before + new), compact_view(values, positions, before + new)
         view = torch.ops.uniprefill.logical_view
         seen = (positions, before + new, expected, self.dropped_after)
         return view(keys, *seen), view(values, *seen)
