@@ -16,7 +16,6 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import eval_frame
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import ConstantSource
@@ -120,7 +119,7 @@ def recompile_limit() -> int:
 def traced_code() -> Any:
     """The code object of the frame that Dynamo compiles now; None outside of Dynamo.
 
-    Relies on `current_tx()` as `frame_is_resumed` does, and on `output.root_tx`, the frame that others are inlined in.
+    Relies on `current_tx()` as `frame_is_resumed` does, and on `output.root_tx`, which others are inlined in.
     """
     try:
         frame = InstructionTranslator.current_tx()
@@ -131,7 +130,7 @@ def traced_code() -> Any:
 
 def graphs_of(code: Any) -> int:
     """How many graphs Dynamo holds of a code object. Relies on `_debug_get_cache_entry_list`."""
-    return len(_debug_get_cache_entry_list(code))
+    return len(eval_frame._debug_get_cache_entry_list(code))
 
 
 # torch.compile: what it wraps
@@ -251,8 +250,7 @@ def as_plain_tensors() -> AbstractContextManager[Any]:
 
     Relies on `torch._C.DisableTorchFunctionSubclass`.
     """
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return context
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 def version_of(tensor: torch.Tensor) -> int:
