@@ -112,8 +112,7 @@ def is_static_input(placeholder: fx.Node) -> bool:
 
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one function before it runs eagerly. Relies on `config.recompile_limit`."""
-    limit: int = torch._dynamo.config.recompile_limit
-    return limit
+    return int(torch._dynamo.config.recompile_limit)
 
 
 def traced_code() -> Any:
