@@ -124,7 +124,7 @@ def test_a_compact_cache_handed_to_others_is_refused_or_answered_exactly(prompt:
     want = reference.step(more)
     untouched = copy.deepcopy(cache)
     outcome = exact_or_refused(lambda: other(build(), how)(more, past_key_values=cache), want)
-    assert outcome == "refused" or how != "eager"
+    assert outcome == "exact" or how != "eager"  # eager code reads the rows by their positions
     with torch.inference_mode():  # and the one it belongs to still answers
         assert_near(model(more, past_key_values=untouched).logits, want)
 

@@ -88,7 +88,41 @@ def test_a_broken_graph_and_the_frame_behind_it() -> None:
     assert "graph_break" in reason and f"{Path(__file__).name}:" in frames[-1] and "in function" in frames[-1]
 
 
+def test_graphs_of_the_code_that_is_traced() -> None:
+    codes: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        codes.append(internals.traced_code())
+        return gm.forward
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def function(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    assert internals.graphs_of(function.__code__) == 0
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    for count in (2, 3):
+        compiled(torch.ones(count))
+    assert codes == [function.__code__] * 2
+    assert internals.graphs_of(function.__code__) == 2 and internals.graphs_of(inner.__code__) == 0
+    with torch._dynamo.config.patch(recompile_limit=3):
+        assert internals.recompile_limit() == 3
+
+
+def test_subclasses_that_are_taken_for_plain_tensors() -> None:
+    class Refusing(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    with internals.as_plain_tensors():
+        assert bool((torch.ones(2).as_subclass(Refusing) + 1 == 2).all())
+
+
 def test_nothing_is_traced_out_here() -> None:
+    assert internals.traced_code() is None
     assert not internals.frame_is_resumed()
     assert internals.graph_break(fx.symbolic_trace(nn.Linear(2, 2))) is None
 

@@ -31,6 +31,7 @@ class Category(StrEnum):
     CACHE = "cache-not-understood"
     SCORES = "scores-not-finite"
     TOO_SHORT = "below-min-tokens"
+    RECOMPILE_LIMIT = "recompile-limit"
     DISABLED = "disabled"
     FAILURE = "internal-failure"
 

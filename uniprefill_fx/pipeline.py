@@ -18,6 +18,7 @@ from torch import fx
 from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
+from uniprefill_fx.frontends.eager_reads import unreadable_eagerly
 from uniprefill_fx.lowering.devices import check_dtypes
 from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
 from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
@@ -38,8 +39,10 @@ from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
 from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
+from uniprefill_fx.runtime.eager_reader import EagerReader
 from uniprefill_fx.runtime.prefill import LengthMarks, Prefill, Undropped
 from uniprefill_fx.runtime.retrace import TraceAgain, trace_symbolic
+from uniprefill_fx.torch_internals import traced_code
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,8 @@ class Compilation:
         gm: the graph at hand. before: the same in its normal form; a copy where somebody observes the compilation.
         inputs: what Dynamo handed over with it. config: the options.
         attention: what the readers found in it. blocked: a reason from outside the decoder to stay dense.
-        plan: the decisions. after: the rewritten graph, None if it stays dense. pieces: what `after` was cut into.
+        eager_reader: whether steps could read a compact cache eagerly. plan: the decisions.
+        after: the rewritten graph, None if it stays dense. pieces: what `after` was cut into.
         seconds: time of each step, by name. run: what Dynamo calls.
     """
 
@@ -66,12 +70,17 @@ class Compilation:
         self.before: fx.GraphModule = gm
         self.after: fx.GraphModule | None = None
         self.pieces: list[Piece] = []
+        self.eager_reader = EagerReader(None, None)
         self.seconds: dict[str, float] = {}
         self.run: Callable[..., Any] | None = None
 
     def refuse(self, refusal: Refusal) -> None:
         """Keep one more reason why something stays as the model wrote it."""
         self.plan = replace(self.plan, refusals=(*self.plan.refusals, refusal))
+
+
+def _eager_reader(c: Compilation) -> None:
+    c.eager_reader = EagerReader(unreadable_eagerly(c.gm.graph), traced_code())
 
 
 def _find_attention(c: Compilation) -> None:
@@ -116,6 +125,8 @@ def _split(c: Compilation) -> None:
 
 Step = Callable[[Compilation], Any]
 NORMALIZE: tuple[tuple[str, Step], ...] = (
+    # Before anything: eager code calls what the model wrote, not its normal form.
+    ("eager reader", _eager_reader),
     # Numbers first: every later pass compares sizes and scales.
     ("fold constants", lambda c: fold_constants(c.gm)),
     # Needs numbers for dtypes. The plan refuses writes across a drop, so those that nobody else sees go before it.
@@ -205,7 +216,7 @@ def _prefill(c: Compilation) -> Prefill:
     sequence_ids = extract(c.gm, c.plan.sequence_ids)
     dense = CompiledPiece(_lowered(c), c.inner, "dense")
     auto_blocks = c.config.block_size == "auto"
-    return Prefill(c.plan, c.after, steps, dense, c.config.min_tokens, sequence_ids, auto_blocks)
+    return Prefill(c.plan, c.after, steps, dense, c.config.min_tokens, sequence_ids, auto_blocks, c.eager_reader)
 
 
 def _without_drops(c: Compilation) -> Callable[..., Any]:

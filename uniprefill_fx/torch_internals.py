@@ -110,6 +110,28 @@ def is_static_input(placeholder: fx.Node) -> bool:
     return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
 
 
+def recompile_limit() -> int:
+    """How many graphs Dynamo makes of one function before it runs eagerly. Relies on `config.recompile_limit`."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
+def traced_code() -> Any:
+    """The code object of the frame that Dynamo compiles now; None outside of Dynamo.
+
+    Relies on `current_tx()` as `frame_is_resumed` does, and on `output.root_tx`, which others are inlined in.
+    """
+    try:
+        frame = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return None if frame is None else frame.output.root_tx.f_code
+
+
+def graphs_of(code: Any) -> int:
+    """How many graphs Dynamo holds of a code object. Relies on `_debug_get_cache_entry_list`."""
+    return len(eval_frame._debug_get_cache_entry_list(code))
+
+
 # torch.compile: what it wraps
 
 
@@ -234,6 +256,14 @@ def dispatch_in_python() -> AbstractContextManager[Any]:
     """
     context: AbstractContextManager[Any] = enable_python_dispatcher()
     return context
+
+
+def as_plain_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors of a subclass are ordinary ones to every operator: what `__torch_function__` does its work in.
+
+    Relies on `torch._C.DisableTorchFunctionSubclass`.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def version_of(tensor: torch.Tensor) -> int:

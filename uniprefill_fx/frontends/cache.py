@@ -4,8 +4,9 @@ transformers sizes one mask from one layer and lays it out by original token ind
 hold different subsets of the tokens, so each of these layers stores `positions`, the original index of each of its
 rows,
 and hands model code a view of all tokens seen (`uniprefill::logical_view`), which fits the mask. The passes replace the
-attention that reads such a view by one that reads the rows and their positions; code that does not (an eager model,
-another backend) gets the view itself: right when nothing was dropped, an error otherwise.
+attention that reads such a view by one that reads the rows and their positions. Eager code gets a view that knows what
+it does not hold (`frontends.eager_view`); what another backend compiles gets the view itself: right when nothing was
+dropped, an error otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from uniprefill_fx.ops.cache import NEVER
+from uniprefill_fx.frontends.eager_view import compact_view, warn_of_eager_reads
+from uniprefill_fx.ops.cache import NEVER, holds_all, leave_later
+from uniprefill_fx.torch_internals import mark_maybe_dynamic
 
 
 class CompactLayer(DynamicLayer):
@@ -78,6 +81,11 @@ class CompactLayer(DynamicLayer):
         if before == 0:
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
+        eager = not torch.compiler.is_compiling() and not leave_later(self.dropped_after)
+        if eager and not holds_all(positions, expected):
+            warn_of_eager_reads()
+            self._mark_lengths()
+            return compact_view(keys, positions, before + new), compact_view(values, positions, before + new)
         view = torch.ops.uniprefill.logical_view
         seen = (positions, before + new, expected, self.dropped_after)
         return view(keys, *seen), view(values, *seen)
@@ -115,8 +123,11 @@ class CompactLayer(DynamicLayer):
         own = (self.positions < keep).sum(-1, keepdim=True)  # padding comes first
         rows = int(own.max())
         if rows == int(own.min()):
-            self.keys, self.values = self.keys[:, :, :rows], self.values[:, :, :rows]
-            self.positions = self.positions[:, :rows]
+            # Copies, as rows are after an update: a view brings its base along, which would be one more graph of a step
+            self.keys, self.values = (
+                x[:, :, :rows].clone(memory_format=torch.contiguous_format) for x in (self.keys, self.values)
+            )
+            self.positions = self.positions[:, :rows].clone()
         else:  # inside a prompt, requests hold different numbers of rows before the cut: padding takes up the slack
             source = torch.arange(rows, device=own.device) + (own - rows)
             padding, source = source < 0, source.clamp(min=0)
@@ -124,9 +135,21 @@ class CompactLayer(DynamicLayer):
             request = torch.arange(source.shape[0], device=own.device)[:, None]
             self.keys = self.keys.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
             self.values = self.values.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
-        self.timeline = self.timeline[:keep]
+        self.timeline = self.timeline[:keep].clone()
         if self.dropped_after is not None:
-            self.dropped_after = self.dropped_after[:, :keep]
+            self.dropped_after = self.dropped_after[:, :keep].clone()
+        self._mark_lengths()
+
+    def _mark_lengths(self) -> None:
+        """Behind eager code: what it made has other tensors' marks no more, which would be one more graph of a step."""
+        if torch.compiler.is_compiling():
+            return
+        grows = self._window_rows() is None  # else the number of rows stays what it is
+        by_axis = ((self.keys, 2), (self.values, 2), (self.positions, 1), (self.timeline, 0), (self.dropped_after, 1))
+        for tensor, axis in by_axis:
+            if tensor is not None:
+                axes = {0, axis} if grows or tensor is self.timeline else {0}
+                mark_maybe_dynamic(tensor, [d for d in sorted(axes) if tensor.shape[d] > 1])
 
     def _per_request(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.positions is not None:
@@ -140,6 +163,7 @@ class CompactLayer(DynamicLayer):
             padding = int((self.positions < 0).sum())
             self.keys, self.values = (x[:, :, padding:].contiguous() for x in (self.keys, self.values))
             self.positions = self.positions[:, padding:].contiguous()
+        self._mark_lengths()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)

@@ -47,6 +47,18 @@ def _(positions):  # type: ignore[no-untyped-def]
     return torch.empty_like(positions)
 
 
+def holds_all(positions: Tensor, expected: int) -> bool:
+    """Whether a layer with these positions, (batch, rows), holds the last `expected` tokens of each request."""
+    rows = positions.shape[1]
+    # they ascend: no token and no padding between
+    return rows == expected and bool((positions[:, -1] - positions[:, 0] == rows - 1).all())
+
+
+def leave_later(dropped_after: Tensor | None) -> bool:
+    """Whether a layer holds tokens that later layers which read it must not see."""
+    return dropped_after is not None and bool((dropped_after != NEVER).any())
+
+
 @torch.library.custom_op("uniprefill::logical_view", mutates_args=())
 def logical_view(
     stored: Tensor, positions: Tensor, seen: int, expected: int, dropped_after: Tensor | None = None
@@ -63,12 +75,7 @@ def logical_view(
         CompactCacheError: the layer, or a later one that reads it, holds fewer rows than `expected`: tokens were
             dropped, and the model's own mask would attend to them, or to the zeros in their place.
     """
-    rows = stored.shape[-2]
-    some_dropped = dropped_after is not None and bool((dropped_after != NEVER).any())
-    no_gap = bool(
-        (positions[:, -1] - positions[:, 0] == rows - 1).all()
-    )  # they ascend: no token and no padding between
-    if rows != expected or not no_gap or some_dropped:
+    if not holds_all(positions, expected) or leave_later(dropped_after):
         stays = positions > seen - 1 - expected
         if dropped_after is not None:
             stays &= dropped_after.gather(1, positions.clamp(min=0)) == NEVER
@@ -78,7 +85,7 @@ def logical_view(
             "that reads it now does not know which. Run the model that is compiled with backend='uniprefill' on it "
             "(uniprefill_fx.disabled() keeps new prompts dense), or start again with an empty cache."
         )
-    if rows == seen:
+    if stored.shape[-2] == seen:
         return stored.clone()
     view = stored.new_zeros(*stored.shape[:-2], seen, stored.shape[-1])
     request = torch.arange(positions.shape[0], device=positions.device)[:, None]

@@ -19,6 +19,7 @@ from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.node_utils import counts_blocks, expression, is_op, is_selected, meta, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
 from uniprefill_fx.passes.rewrite.split import Piece
+from uniprefill_fx.runtime.eager_reader import EagerReader
 from uniprefill_fx.runtime.last_call import DroppedCall, Drops, LastCall, record
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
 from uniprefill_fx.runtime.sparse_options import sparse_options
@@ -80,6 +81,7 @@ class Prefill:
         dense: the whole graph without drops. min_tokens: shorter prompts run `dense`.
         sequence_ids: computes the plan's `sequence_ids` from the inputs. auto_blocks: the block size follows the
         prompt.
+        eager_reader: whether decode steps could run eagerly, where Dynamo compiles no more.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Prefill:
         min_tokens: int,
         sequence_ids: Callable[..., tuple[Tensor, ...]],
         auto_blocks: bool = False,
+        eager_reader: EagerReader | None = None,
     ) -> None:
         assert plan.count is not None
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
@@ -101,7 +104,7 @@ class Prefill:
         self.output = after.graph.output_node().args[0]
         names = [n.name for n in self.inputs]
         self.count_input = names.index(plan.count.name)
-        self.sequence_ids, self.auto_blocks = sequence_ids, auto_blocks
+        self.sequence_ids, self.auto_blocks, self.eager_reader = sequence_ids, auto_blocks, eager_reader
         self.masks = [names.index(n.name) for n in plan.unpadded]
         self.causal_buffers = [(names.index(n.name), Unchanged(n.meta[MARK])) for n in plan.causal_buffers]
         self.padding = None if plan.padding is None else names.index(plan.padding.name)
@@ -140,6 +143,8 @@ class Prefill:
             raise refuse(
                 Category.TOO_SHORT, f"{columns} tokens, min_tokens={self.min_tokens}", "lower min_tokens to drop here"
             )
+        if self.eager_reader is not None:
+            self.eager_reader.check()
         for index in self.masks:
             if not bool(args[index].bool().all()):
                 raise refuse(Category.PADDING, "padding that not every attention masks", "pass prompts without padding")
