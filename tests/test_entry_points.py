@@ -175,7 +175,7 @@ def test_two_sets_of_options_on_one_model_keep_apart() -> None:
     second = use("torch.compile", model, options_of(other))
     for _ in range(2):
         one, two = check(first, 300), check(second, 300, other)
-        assert len(one.kept[1]) < len(two.kept[1])
+        assert len(one.kept_indices[1]) < len(two.kept_indices[1])
     model.compile(backend="uniprefill", options=options_of(LLAMA))
     check(model, 300)
     model.compile(backend="uniprefill", options=options_of(other))

@@ -100,8 +100,8 @@ def test_a_dense_graph_that_cannot_be_lowered_keeps_the_attention_of_the_model(
         want = model(ids, logits_to_keep=1).logits
     lower = pipeline.lower_attention
 
-    def half(gm: torch.fx.GraphModule, attention: Any) -> int:
-        lower(gm, attention[:1])
+    def half(gm: torch.fx.GraphModule, attention: Any, with_buffers: bool) -> int:
+        lower(gm, attention[:1], with_buffers)
         return fail()
 
     monkeypatch.setattr(pipeline, "lower_attention", half)

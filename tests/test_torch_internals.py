@@ -19,6 +19,7 @@ from checkpoints import ROOT
 from torch import Tensor, fx, nn
 
 from uniprefill_fx import torch_internals as internals
+from uniprefill_fx.passes import operator_internals
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -284,8 +285,8 @@ def test_floor_division() -> None:
 # Dispatch, operators, logs
 
 FUSED = [
-    ("_transformer_encoder_layer_fwd", internals.fused_layer, 20),
-    ("_native_multi_head_attention", internals.fused_attention, 13),
+    ("_transformer_encoder_layer_fwd", operator_internals.fused_layer, 20),
+    ("_native_multi_head_attention", operator_internals.fused_attention, 13),
 ]
 
 
@@ -325,7 +326,7 @@ def test_fused_layer_is_what_a_layer_is_traced_as() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with torch.inference_mode():
         gm = traced(lambda x: layer(x), torch.ones(1, 5, 8), dynamic=False)
-    assert [len(n.args) for n in gm.graph.nodes if n.target is internals.fused_layer()] == [20]
+    assert [len(n.args) for n in gm.graph.nodes if n.target is operator_internals.fused_layer()] == [20]
 
 
 def test_vmap_levels() -> None:

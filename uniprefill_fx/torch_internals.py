@@ -282,22 +282,6 @@ def schema_of(op: Any) -> Any:
     return getattr(op, "_schema", None)
 
 
-def fused_layer() -> Any:
-    """The op that an eager `nn.TransformerEncoderLayer` becomes in inference: `torch._transformer_encoder_layer_fwd`.
-
-    Relies on its 20 arguments, the last the kind of its mask.
-    """
-    return torch._transformer_encoder_layer_fwd
-
-
-def fused_attention() -> Any:
-    """The op that an eager `nn.MultiheadAttention` becomes in inference: `torch._native_multi_head_attention`.
-
-    Relies on its 13 arguments, the last the kind of its mask.
-    """
-    return torch._native_multi_head_attention
-
-
 def moves_between_vmap_levels(node: fx.Node) -> bool:
     """Whether a node enters or leaves a level of `torch.vmap`: nobody reads it, and it must stay.
 

@@ -1,6 +1,6 @@
 """Private APIs of PyTorch's dispatcher that reading and watching operators relies on, like `torch_internals`.
 
-`tests/test_writes.py` calls each on the torch at hand.
+`tests/test_writes.py` calls each on the torch at hand, `tests/test_torch_internals.py` the fused layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["OpOverload", "OpOverloadPacket", "has_kernel", "is_composite", "storage_of", "watching", "without_modes"]
+__all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
+    "fused_attention",
+    "fused_layer",
+    "has_kernel",
+    "is_composite",
+    "storage_of",
+    "watching",
+    "without_modes",
+]
 
 
 def has_kernel(overload: OpOverload) -> bool:
@@ -62,3 +72,19 @@ def without_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode is on: operations run on real tensors. Relies on `_disable_current_modes`."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+def fused_layer() -> Any:
+    """The op that an eager `nn.TransformerEncoderLayer` becomes in inference: `torch._transformer_encoder_layer_fwd`.
+
+    Relies on its 20 arguments, the last the kind of its mask.
+    """
+    return torch._transformer_encoder_layer_fwd
+
+
+def fused_attention() -> Any:
+    """The op that an eager `nn.MultiheadAttention` becomes in inference: `torch._native_multi_head_attention`.
+
+    Relies on its 13 arguments, the last the kind of its mask.
+    """
+    return torch._native_multi_head_attention

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from uniprefill_fx.passes.node_utils import meta
-from uniprefill_fx.torch_internals import dispatch_in_python, fused_attention, fused_layer
+from uniprefill_fx.passes.operator_internals import fused_attention, fused_layer
+from uniprefill_fx.torch_internals import dispatch_in_python
 
 KEYS_ALONE = 1  # kind of mask: of keys, without a causal one
 
