@@ -91,16 +91,8 @@ def tiles_for_attention(q: Tensor, v: Tensor, spec: AttentionSpec, groups: int, 
     return chosen
 
 
-def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token_bounds: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    spec: AttentionSpec,
-) -> None:
-    """Raise ValueError for what `position_attention` does not handle; values on the device are not looked at."""
+def check_operands(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Raise ValueError for operands that no attention kernel handles; their shapes in words, for further messages."""
     check_device(q.device)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if (
@@ -121,6 +113,20 @@ def check_attention(
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
     if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
         raise ValueError(f"strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension")
+    return shapes
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token_bounds: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    spec: AttentionSpec,
+) -> None:
+    """Raise ValueError for what `position_attention` does not handle; values on the device are not looked at."""
+    shapes = check_operands(q, k, v)
     if token_bounds is not None and (token_bounds.shape != (q.shape[0], 2) or q.shape[2] != k.shape[2]):
         raise ValueError(
             f"{shapes} with token_bounds {tuple(token_bounds.shape)}: wanted as many queries as keys, and token_bounds "

@@ -17,7 +17,7 @@ from cardless_launch import SHARED_MEMORY, Machine, compiling_for
 from torch import Tensor
 from triton_worker import Run
 
-from uniprefill_fx.kernels.block_sparse_attention import block_energies, checks, kernel
+from uniprefill_fx.kernels.block_sparse_attention import block_energies, kernel
 from uniprefill_fx.kernels.block_sparse_attention.api import block_sparse_attention
 from uniprefill_fx.kernels.block_sparse_attention.naive import block_sparse_attention_naive, mass_not_computed
 from uniprefill_fx.kernels.block_sparse_attention.tiles import AttentionTiles, EnergyTiles
@@ -281,7 +281,6 @@ def card(capability: int) -> Iterator[list[Machine]]:
     """Launches compile for a card of this capability."""
     with (
         compiling_for(capability) as found,
-        mock.patch.object(checks, "check_device", lambda device: None),
         mock.patch.object(kernel, "shared_memory", lambda device: SHARED_MEMORY[capability]),
         mock.patch.object(block_energies, "shared_memory", lambda device: SHARED_MEMORY[capability]),
         mock.patch.object(kernel, "multiplies_by_warp_group", lambda device: capability >= 90),

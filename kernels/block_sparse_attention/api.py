@@ -10,7 +10,7 @@ from torch import Tensor
 
 from uniprefill_fx.kernels.block_sparse_attention.block_energies import block_energies
 from uniprefill_fx.kernels.block_sparse_attention.block_means import block_means
-from uniprefill_fx.kernels.block_sparse_attention.checks import check_operands, check_options
+from uniprefill_fx.kernels.block_sparse_attention.checks import check_inputs, check_options
 from uniprefill_fx.kernels.block_sparse_attention.kernel import attend_key_blocks
 from uniprefill_fx.kernels.block_sparse_attention.quantise_blocks import quantise_blocks
 from uniprefill_fx.kernels.block_sparse_attention.select_key_blocks import KeyBlocks, select_key_blocks
@@ -117,7 +117,7 @@ def block_sparse_attention(
         ValueError: for arguments outside what is said here, and for "fp8" on a card before compute capability 8.9.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_operands(q, k, v, sinks, token_bounds)
+    check_inputs(q, k, v, sinks, token_bounds)
     check_options(scale, softcap, alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, dtype, q.device)
     result_dtype = q.dtype
     if triton.knobs.runtime.interpret and result_dtype == torch.bfloat16:

@@ -9,42 +9,20 @@ import triton
 from torch import Tensor
 
 from uniprefill_fx.kernels.block_sparse_attention.tiles import BLOCK_SIZES, TILE_ROWS
-from uniprefill_fx.kernels.common import check_device
+from uniprefill_fx.kernels.checks import check_operands
 
-MAX_HEAD_DIM = 256
 FP8_CAPABILITY = (8, 9)
 
 
-def check_operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, token_bounds: Tensor | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, token_bounds: Tensor | None) -> None:
     """Raise ValueError for tensors that are not taken; values on the device are not looked at."""
-    check_device(q.device)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if (
-        not q.ndim == k.ndim == v.ndim == 4
-        or not q.shape[0] == k.shape[0] == v.shape[0]
-        or q.shape[3] != k.shape[3]
-        or k.shape[1:3] != v.shape[1:3]
-        or k.shape[1] == 0
-        or q.shape[1] % k.shape[1]
-    ):
-        raise ValueError(
-            f"got {shapes}: wanted (batch, heads, queries, head_dim), (batch, kv_heads, tokens, head_dim) and (batch, "
-            "kv_heads, tokens, v_dim), heads a multiple of kv_heads"
-        )
+    shapes = check_operands(q, k, v)
     if q.shape[1] // k.shape[1] > TILE_ROWS:
         raise ValueError(f"got {q.shape[1]} heads on {k.shape[1]} kv_heads: wanted up to {TILE_ROWS} heads on each")
-    if not (1 <= q.shape[3] <= MAX_HEAD_DIM and 1 <= v.shape[3] <= MAX_HEAD_DIM):
-        raise ValueError(f"got {shapes}: wanted head_dim and v_dim of 1 to {MAX_HEAD_DIM}")
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"got {shapes}: wanted no more queries than tokens")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"got q {q.dtype}, k {k.dtype}, v {v.dtype}: wanted all float32, float16 or bfloat16")
     if not q.device == k.device == v.device:
         raise ValueError(f"got q on {q.device}, k on {k.device}, v on {v.device}: wanted one device")
-    if not 1 == q.stride(3) == k.stride(3) == v.stride(3):
-        raise ValueError(
-            f"got strides of q {q.stride()}, k {k.stride()}, v {v.stride()}: wanted 1 in the last dimension"
-        )
     if sinks is not None and (sinks.numel() != q.shape[1] or sinks.device != q.device):
         raise ValueError(
             f"got sinks of shape {tuple(sinks.shape)} on {sinks.device}: wanted {q.shape[1]} elements on {q.device}"

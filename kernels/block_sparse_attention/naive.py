@@ -104,6 +104,12 @@ def _by_key(kept: Tensor, block_size: int, keys: int) -> Tensor:
     return kept.repeat_interleave(block_size, 1)[:, None, None, :keys]
 
 
+def _sink_logits(sinks: Tensor, tile: _Tile) -> Tensor:
+    """The logits of the sinks, one more key for each query of a tile."""
+    kv_heads, positions = tile.logits.shape[:2]
+    return sinks.reshape(kv_heads, 1, -1, 1).float().expand(-1, positions, -1, -1)
+
+
 def block_sparse_attention_naive(
     q: Tensor,
     k: Tensor,
@@ -139,8 +145,7 @@ def block_sparse_attention_naive(
             terms.append(pseudo.masked_fill(tile.kept[:, None, None], -math.inf))
             worth.append(v_means)
         if sinks is not None:
-            sink = sinks.reshape(kv_heads, 1, -1, 1).float()
-            terms.append(sink.expand(-1, logits.shape[1], -1, -1))
+            terms.append(_sink_logits(sinks, tile))
             worth.append(values.new_zeros(kv_heads, 1, v_dim))
         weights = torch.cat(terms, -1).softmax(-1)
         result = torch.einsum("hpgk,hkd->phgd", weights, torch.cat(worth, 1))
@@ -172,15 +177,14 @@ def mass_not_computed(
     Returns:
         (batch, heads, queries) float32 in [0, 1]; 0 in padding.
     """
-    (batch, heads, queries, head_dim), kv_heads = q.shape, k.shape[1]
+    batch, heads, queries, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     missing = torch.zeros(batch, queries, heads, device=q.device)
     options = (alpha, block_size, sink_blocks, window_blocks, last_tokens, parts, False)
     for tile, _, _ in _tiles(q, k, k, token_bounds, scale, softcap, *options):
         terms = [tile.logits]
         if sinks is not None:
-            sink = sinks.reshape(kv_heads, 1, -1, 1).float()
-            terms.append(sink.expand(-1, tile.logits.shape[1], -1, -1))
+            terms.append(_sink_logits(sinks, tile))
         weights = torch.cat(terms, -1).softmax(-1)[..., : tile.logits.shape[3]]
         skipped = weights.masked_fill(_by_key(tile.kept, block_size, weights.shape[3]), 0.0).sum(-1)
         missing[tile.request, tile.columns] = skipped.transpose(0, 1).reshape(-1, heads)

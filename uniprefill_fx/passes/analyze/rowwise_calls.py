@@ -27,10 +27,6 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool(torch.isclose(got.to(wide), want.to(wide), rtol=0, atol=slack * scale, equal_nan=True).all())
 
 
-def fits_into(row: torch.Tensor, whole: torch.Tensor) -> bool:
-    return row.ndim == whole.ndim and all(a in (1, b) for a, b in zip(row.shape, whole.shape, strict=True))
-
-
 def call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     name = known_name(node)
     if node.op == "call_method" and "empty" in name:
