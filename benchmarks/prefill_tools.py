@@ -129,9 +129,8 @@ class Clock:
         microseconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for event in profile.events() or ():
-            if event.device_type == wanted and not event.name.startswith(
-                ("## Call", "Torch")
-            ):  # those are token_bounds
+            # names like "## Call" are marked stretches of time, which hold kernels
+            if event.device_type == wanted and not event.name.startswith(("## Call", "Torch")):
                 microseconds[event.name] += event.time_range.elapsed_us()
                 calls[event.name] += 1
         return [

@@ -65,18 +65,16 @@ def auto_drop_layers(full_attention_layers: Sequence[int], num_layers: int) -> t
     with full attention in every fourth (7, 11, …, 43). Layers outside [0, num_layers) raise ValueError. The result
     is empty only when no layer but the last one holds full attention.
     """
-    attention_nodes = sorted(set(full_attention_layers))
-    if attention_nodes and (attention_nodes[0] < 0 or attention_nodes[-1] >= num_layers):
-        raise ValueError(f"full-attention layers {attention_nodes}: wanted indices in [0, {num_layers})")
-    last_of_group = {
-        layer // LAYERS_PER_DROP: layer for layer in attention_nodes
-    }  # a later layer of a group replaces an earlier
+    layers = sorted(set(full_attention_layers))
+    if layers and (layers[0] < 0 or layers[-1] >= num_layers):
+        raise ValueError(f"full-attention layers {layers}: wanted indices in [0, {num_layers})")
+    last_of_group = {layer // LAYERS_PER_DROP: layer for layer in layers}  # a later one of a group replaces an earlier
     chosen = tuple(
         layer
         for layer in last_of_group.values()
         if 6 * (layer + 1) >= num_layers and 12 * (num_layers - 1 - layer) >= num_layers
     )
-    worthwhile = [layer for layer in attention_nodes if layer < num_layers - 1]
+    worthwhile = [layer for layer in layers if layer < num_layers - 1]
     if chosen or not worthwhile:
         return chosen
     return (min(worthwhile, key=lambda layer: abs(2 * (layer + 1) - num_layers)),)

@@ -2,11 +2,10 @@
 
 transformers sizes one mask from one layer and lays it out by original token index. After tokens are dropped the layers
 hold different subsets of the tokens, so each of these layers stores `positions`, the original index of each of its
-rows,
-and hands model code a view of all tokens seen (`uniprefill::logical_view`), which fits the mask. The passes replace the
-attention that reads such a view by one that reads the rows and their positions. Eager code gets a view that knows what
-it does not hold (`frontends.eager_view`); what another backend compiles gets the view itself: right when nothing was
-dropped, an error otherwise.
+rows, and hands model code a view of all tokens seen (`uniprefill::logical_view`), which fits the mask. The passes
+replace the attention that reads such a view by one that reads the rows and their positions. Eager code gets a view that
+knows what it does not hold (`frontends.eager_view`); what another backend compiles gets the view itself: right when
+nothing was dropped, an error otherwise.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ class CompactLayer(DynamicLayer):
     Attributes:
         keys, values: (batch, kv_heads, rows, head_dim).
         positions: (batch, rows) int64, ascending: the original index of each row, as a column of the prompts as they
-        were
-            given, left padding included. -1 marks padding: requests of a batch may keep different numbers of rows.
+            were given, left padding included. -1 marks padding: requests of a batch may keep different numbers of rows.
         timeline: (tokens seen, 0), a tensor without elements. Its length is the number of tokens seen; a size, unlike
             an int attribute, can be symbolic from the first trace.
         shared: whether later layers read the keys of this one. dropped_after: (batch, tokens seen) int64, only then:
-        the
-            decoder layer behind which each token was dropped, see `ops.cache`.
+            the decoder layer behind which each token was dropped, see `ops.cache`.
     """
 
     is_sliding = False
@@ -156,9 +153,8 @@ class CompactLayer(DynamicLayer):
             self.positions = change(self.positions)
         if self.dropped_after is not None:
             self.dropped_after = change(self.dropped_after)
-        if (
-            self.positions is not None and len(self.positions) == 1
-        ):  # decode takes all rows of a single request for tokens
+        if self.positions is not None and len(self.positions) == 1:
+            # decode takes all rows of a single request for tokens
             assert self.keys is not None and self.values is not None
             padding = int((self.positions < 0).sum())
             self.keys, self.values = (x[:, :, padding:].contiguous() for x in (self.keys, self.values))

@@ -12,11 +12,8 @@ from torch import Tensor, fx
 from uniprefill_fx.frontends import eager_rules
 from uniprefill_fx.passes.node_utils import is_op, name_of
 
-_ORDINARY: set[Callable[..., Any]] = {
-    eager_rules.metadata,
-    eager_rules.largest,
-    eager_rules.sdpa,
-}  # whose result has no holes
+# whose result has no holes
+_ORDINARY: set[Callable[..., Any]] = {eager_rules.metadata, eager_rules.largest, eager_rules.sdpa}
 _KEEP_WEIGHTS = {eager_rules.move, eager_rules.take, eager_rules.laid_out, eager_rules.scaled}
 
 

@@ -66,10 +66,8 @@ def logical_view(
     """The rows of one layer laid out by original index: (batch, heads, rows, dim) -> (batch, heads, seen, dim).
 
     `positions` are (batch, rows), -1 for rows that are padding. `expected` is how many rows a cache without dropping
-    would
-    hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0.
-    `dropped_after` are
-    the `dropped_after_layer` of all tokens seen, where later layers read this one too.
+    would hold. Rows it does not hold lie outside the sliding window, are masked by the model, and are left 0.
+    `dropped_after` is the `dropped_after_layer` of all tokens seen, where later layers read this one too.
 
     Raises:
         CompactCacheError: the layer, or a later one that reads it, holds fewer rows than `expected`: tokens were

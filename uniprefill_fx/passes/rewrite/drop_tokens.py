@@ -103,9 +103,7 @@ class _Rewriter:
         if attention is not None and attention.spec is not None:
             self._attention(attention, level)
             return self.value.get((node, level))
-        if node in self.interior or is_op(
-            node, "dropped_after_layer"
-        ):  # dropped_after_layer are known at the end, see `_output`
+        if node in self.interior or is_op(node, "dropped_after_layer"):  # the latter is known at the end: `_output`
             return None
         if is_op(node, "bind_positions"):
             if not level:
