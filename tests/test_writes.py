@@ -22,6 +22,7 @@ from torch import Tensor, fx
 import uniprefill_fx
 from uniprefill_fx import LastCall
 from uniprefill_fx.passes import operator_internals as internals
+from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.dataflow import Ancestry, aliases, written_nodes
 from uniprefill_fx.passes.schemas import effects
 
@@ -56,6 +57,18 @@ def lists(x: Tensor, outs: list[Tensor], scratch: Tensor | None = None) -> None:
 @torch.library.custom_op("writes_test::count", mutates_args=("calls",))
 def count(x: Tensor, calls: Tensor) -> None:
     calls.add_(1)
+
+
+SEEN: list[tuple[int, ...]] = []
+library = torch.library.Library("writes_test", "FRAGMENT")
+library.define("announce(Tensor x) -> ()")
+library.define("stamp(Tensor x) -> Tensor")
+library.impl("announce", lambda x: SEEN.append(tuple(x.shape)), "CompositeExplicitAutograd")
+library.impl("stamp", lambda x: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("writes_test::announce", lambda x: None, lib=library)
+torch.library.register_fake("writes_test::stamp", torch.empty_like, lib=library)
+announce, stamp = torch.ops.writes_test.announce, torch.ops.writes_test.stamp
+torch.fx.node.has_side_effect(stamp.default)
 
 
 # -- schemas ---------------------------------------------------------------------------------------------------------
@@ -174,6 +187,7 @@ def test_private_apis_of_the_dispatcher() -> None:
     aten = torch.ops.aten
     assert isinstance(aten.add.Tensor, internals.OpOverload) and isinstance(aten.add, internals.OpOverloadPacket)
     assert internals.has_kernel(aten.sort.default) and not internals.has_kernel(aten.sort.int)
+    assert internals.has_registered_effect(stamp.default) and not internals.has_registered_effect(aten.mm.default)
     assert internals.is_composite(aten.matmul.default) and not internals.is_composite(aten.mm.default)
     x = torch.empty(4, device="meta")
     assert internals.storage_of(x) == internals.storage_of(x[1:]) != internals.storage_of(torch.empty_like(x))
@@ -183,6 +197,26 @@ def test_private_apis_of_the_dispatcher() -> None:
         with internals.without_modes():
             torch.mul(x, x)
     assert seen == [(aten.add.Tensor, 2, {"alpha": 2})]
+
+
+def test_what_is_called_for_its_effect_stays() -> None:
+    graph, inputs = graph_of(x=torch.empty(3, device="meta"))
+    for target in (announce, announce.default, stamp, stamp.default, torch.ops.aten.abs, torch.abs):
+        graph.call_function(target, (inputs["x"],)).meta["example_value"] = torch.empty(3, device="meta")
+    graph.output(inputs["x"])
+    gm = fx.GraphModule({}, graph)
+    clean(gm)
+    assert [operation(n) for n in gm.graph.nodes][1:-1] == ["announce", "announce", "stamp", "stamp"]
+
+
+def test_an_effect_on_kept_rows_is_refused() -> None:
+    """Nothing says what the operator does with its rows, so nothing says that kept ones will do."""
+
+    def op(y: Tensor) -> Tensor:
+        announce(y)
+        return y * 0.1
+
+    assert_dense(channels_last(op), "announce")
 
 
 def test_what_nothing_is_known_of_may_write_all_that_it_reads() -> None:

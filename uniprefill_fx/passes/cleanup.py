@@ -6,6 +6,7 @@ from torch import fx
 
 from uniprefill_fx.passes.dataflow import written_nodes
 from uniprefill_fx.passes.node_utils import counts_blocks, is_selected
+from uniprefill_fx.passes.schemas import acts_outside_the_graph
 from uniprefill_fx.torch_internals import moves_between_vmap_levels
 
 
@@ -19,4 +20,4 @@ def clean(gm: fx.GraphModule) -> None:
 def _keeps(node: fx.Node) -> bool:
     kept = node.op in ("placeholder", "output") or moves_between_vmap_levels(node)
     kept |= is_selected(node) or counts_blocks(node)
-    return kept or bool(written_nodes(node)) or node.is_impure()
+    return kept or bool(written_nodes(node)) or node.is_impure() or acts_outside_the_graph(node)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -19,6 +20,7 @@ __all__ = [
     "fused_attention",
     "fused_layer",
     "has_kernel",
+    "has_registered_effect",
     "is_composite",
     "storage_of",
     "watching",
@@ -32,6 +34,15 @@ def has_kernel(overload: OpOverload) -> bool:
     Relies on `torch._C._dispatch_has_kernel`.
     """
     return bool(torch._C._dispatch_has_kernel(overload.name()))
+
+
+def has_registered_effect(overload: OpOverload) -> bool:
+    """Whether `torch.fx.node.has_side_effect` was called on an overload.
+
+    Relies on `torch.fx.node._side_effectful_functions`. `Node.is_impure` of torch 2.11 does not look from a packet to
+    its overloads.
+    """
+    return overload in fx.node._side_effectful_functions
 
 
 def is_composite(overload: OpOverload) -> bool:

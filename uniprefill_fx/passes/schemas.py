@@ -21,7 +21,13 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.node_utils import arguments, meta
-from uniprefill_fx.passes.operator_internals import OpOverload, OpOverloadPacket, has_kernel, is_composite
+from uniprefill_fx.passes.operator_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    has_kernel,
+    has_registered_effect,
+    is_composite,
+)
 from uniprefill_fx.passes.watched_calls import watched
 from uniprefill_fx.torch_internals import moves_between_vmap_levels, schema_of
 
@@ -104,6 +110,17 @@ def _effects(node: fx.Node) -> Effects:
     leaves = list(arguments(node))
     writes, shares = (tuple(dict.fromkeys(leaves[i] for i in places)) for places in found_by_running)
     return Effects(tuple(dict.fromkeys((*writes, *_unmarked(node)))), shares)
+
+
+def acts_outside_the_graph(node: fx.Node) -> bool:
+    """Whether an operator is called for what no value shows: it returns nothing, or is registered as having effects.
+
+    Dynamo's graphs name packets of custom operators, while effects are registered of overloads.
+    """
+    found = overloads(node)
+    return any(has_registered_effect(o) for o in found) or (
+        any(not schema_of(o).returns for o in found) and not effects(node).writes
+    )
 
 
 def overloads(node: fx.Node) -> tuple[OpOverload, ...]:

@@ -29,7 +29,7 @@ from uniprefill_fx.passes.analyze.rowwise_regions import Regions
 from uniprefill_fx.passes.analyze.rowwise_rules import Rules
 from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import arguments, expression, is_op, meta, name_of, token_dims
-from uniprefill_fx.passes.schemas import effects
+from uniprefill_fx.passes.schemas import acts_outside_the_graph, effects
 
 # Operations whose integer arguments are sizes or bounds of a token axis, so that a length may be replaced by the
 # kept length. Anywhere else a length is a value, and replacing it would change what the model computes.
@@ -120,6 +120,8 @@ class _Checker:
                 self._proven(read)
             self.kinds[node] = self.axes.plain(meta(node)) or Same()
             return
+        if acts_outside_the_graph(node) and any(self.axes.dims(meta(n)) for n in node.all_input_nodes):
+            raise _mixes(f"nothing says what `{name_of(node)}` does with the rows that it reads")
         self.kinds[node] = kind = self._kind(node)
         if effects(node).writes:
             self._written(node, kind)

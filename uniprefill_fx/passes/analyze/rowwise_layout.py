@@ -154,12 +154,15 @@ class LayoutRules:
                     elif not self._last(item):
                         return None
                     else:
-                        found = State()
+                        # a window at least as long as the prompt holds all its rows
+                        size, whole = self.axes.sizes(meta(source))[old], self.axes.sizes(value)[new]
+                        all_of_it = isinstance(item.start, int) and size == whole
+                        found = self._rows(value, new, kind) if all_of_it else State()
                 new += 1
             elif isinstance(kind, Rows) and old == kind.dim:
                 found = State() if isinstance(item, int) and item < 0 else None
             old += 1
-        return State() if isinstance(found, State) and not self.axes.dims(value) else found
+        return None if isinstance(found, State) and self.axes.dims(value) else found
 
     def _all_of(self, item: slice, size: Any) -> bool:
         start, stop = item.start, item.stop
