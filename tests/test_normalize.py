@@ -101,7 +101,12 @@ def layer(norm_first: bool) -> nn.Module:
 def test_an_encoder_layer_is_spelled_out(norm_first: bool) -> None:
     torch.manual_seed(1)
     x, mask = torch.randn(1, 12, 16), nn.Transformer.generate_square_subsequent_mask(12)
-    gm, given = trace(layer(norm_first), x, mask)
+    try:
+        gm, given = trace(layer(norm_first), x, mask)
+    except torch._dynamo.exc.Unsupported as error:
+        if "_transformer_encoder_layer_fwd" not in str(error):
+            raise
+        pytest.skip("this torch cannot trace the fused layer")
     before = copy_module(gm)
     count = expand_layer_ops(gm)
     if count == 0:  # traced as its parts already

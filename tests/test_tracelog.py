@@ -30,7 +30,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     environment = os.environ | {
         "TORCH_LOGS": "+uniprefill_fx",
         "TORCH_TRACE": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
