@@ -108,3 +108,21 @@ def test_all_that_is_compiled_has_the_tag() -> None:
             model.generate(token_ids(300), max_new_tokens=1, do_sample=False)
     assert len(tags) >= 4 and all(cache_tag.tag() in tag for tag in tags)
     assert cache_tag.tag() not in torch.compiler.config.cache_key_tag
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_layers_are_traced_once(batch: int) -> None:
+    """Sizes are known to be numbers before the first layer, so the trace that is thrown away is a short one."""
+    ids = token_ids(300).repeat(batch, 1)
+    calls = {}
+    for backend in ("eager", "uniprefill"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        options = options_of(LLAMA) if backend == "uniprefill" else None
+        with torch.inference_mode():
+            torch.compile(tiny_llama(6), backend=backend, options=options)(ids, logits_to_keep=1)
+        calls[backend] = torch._dynamo.utils.counters["stats"]["calls_captured"]
+    record = uniprefill_fx.last_call()
+    assert record is not None and record.dropped
+    assert calls["eager"] < calls["uniprefill"] < 1.2 * calls["eager"]

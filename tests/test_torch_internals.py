@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def traced(function: Callable[..., Any], *args: Any, dynamic: bool = True, fullgraph: bool = True) -> fx.GraphModule:
+def traced(
+    function: Callable[..., Any], *args: Any, dynamic: bool | None = True, fullgraph: bool = True
+) -> fx.GraphModule:
     """The first graph that Dynamo makes of a function."""
     graphs: list[fx.GraphModule] = []
 
@@ -144,6 +146,29 @@ def test_restart_with_marked_sizes() -> None:
     assert len(sizes) == 2 and isinstance(sizes[1], torch.SymInt)
 
 
+def _mark_what_is_traced(context: Any) -> None:
+    local, inputs = context.get_local("doubled").as_fake(), internals.traced_inputs()
+    assert [node.op for node, _ in inputs].count("placeholder") == len(inputs)
+    (given,) = (example for _, example in inputs if isinstance(example, Tensor))
+    assert local.shape == given.shape
+    if internals.mark_maybe_dynamic(given, [1]):
+        raise internals.RestartTrace("before the rest is traced")
+
+
+def test_restart_comptime() -> None:
+    """The same from within the function that is traced: what follows the call is traced once."""
+
+    def function(x: Tensor) -> Tensor:
+        doubled = x * 2
+        internals.comptime(_mark_what_is_traced)
+        return doubled.tanh()
+
+    torch._dynamo.utils.counters.clear()
+    graph = traced(function, torch.ones(2, 5), dynamic=None)
+    assert isinstance(inputs_of(graph)[-1].meta["example_value"].shape[1], torch.SymInt)
+    assert torch._dynamo.utils.counters["stats"]["calls_captured"] == 2  # of the trace that came to its end
+
+
 def test_what_a_backend_raised() -> None:
     class OwnError(ValueError):
         pass
@@ -169,7 +194,7 @@ def test_marks() -> None:
     torch._dynamo.mark_dynamic(marked, 1)
     internals.mark_maybe_dynamic(marked, [1])
     assert not internals.mark_maybe_dynamic(marked, [1])  # or a backend would ask for a new trace for ever
-    gm = traced(lambda x: x * 2, tensor, dynamic=None)  # type: ignore[arg-type]
+    gm = traced(lambda x: x * 2, tensor, dynamic=None)
     (placeholder,) = inputs_of(gm)
     assert all(isinstance(size, torch.SymInt) for size in placeholder.meta["example_value"].shape)
 
@@ -334,11 +359,11 @@ def test_vmap_levels() -> None:
         return x * 2
 
     gm = traced(torch.vmap(double), torch.ones(3, 2))
-    moves = [n for n in gm.graph.nodes if internals.moves_between_vmap_levels(n)]
+    moves = [n for n in gm.graph.nodes if operator_internals.moves_between_vmap_levels(n)]
     assert len(moves) >= 3, gm.graph  # opens a level, closes it, and takes x in
     torch._dynamo.reset()
     plain = traced(double, torch.ones(3, 2))
-    assert not any(internals.moves_between_vmap_levels(n) for n in plain.graph.nodes)
+    assert not any(operator_internals.moves_between_vmap_levels(n) for n in plain.graph.nodes)
 
 
 def test_artifacts_are_made_for_a_reader(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import eval_frame
+from torch._dynamo.comptime import comptime as comptime  # in traced code, comptime(f) calls f(context) at once
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import ConstantSource
@@ -100,6 +101,15 @@ def mark_maybe_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
     marks.append(set(getattr(tensor, "_dynamo_weak_dynamic_indices", ())))
     return marks[0] != marks[1]
+
+
+def traced_inputs() -> list[tuple[fx.Node, Any]]:
+    """(placeholder, the tensor or number that was given) of the frame being traced, so far; called while Dynamo traces.
+
+    Relies on `current_tx().output.placeholders` and on the `grapharg` in their `meta`, whose `example` is the input.
+    """
+    output = InstructionTranslator.current_tx().output
+    return [(n, n.meta["grapharg"].example) for n in output.placeholders if "grapharg" in n.meta]
 
 
 def is_static_input(placeholder: fx.Node) -> bool:
@@ -280,14 +290,6 @@ def schema_of(op: Any) -> Any:
     Relies on `OpOverload._schema`.
     """
     return getattr(op, "_schema", None)
-
-
-def moves_between_vmap_levels(node: fx.Node) -> bool:
-    """Whether a node enters or leaves a level of `torch.vmap`: nobody reads it, and it must stay.
-
-    Relies on Dynamo tracing these as calls of functions of `torch._functorch`.
-    """
-    return (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")
 
 
 def log_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

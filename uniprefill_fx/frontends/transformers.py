@@ -14,6 +14,8 @@ from transformers import masking_utils
 
 from uniprefill_fx.frontends.cache import ADOPTED, adopt
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
+from uniprefill_fx.frontends.prompt_sizes import ask_for_symbols
+from uniprefill_fx.torch_internals import comptime
 
 # Every decoder asks one of these for its masks before it writes to its cache.
 MASK_FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
@@ -45,8 +47,16 @@ def _teach(name: str, function: Any) -> None:
             return original(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         shared = getattr(given.get("config"), "num_kv_shared_layers", None)
-        adopt(given.get("past_key_values"), bool(shared))
+        cache = given.get("past_key_values")
+        adopt(cache, bool(shared))
+        embeds = given.get("inputs_embeds")
+        if isinstance(embeds, torch.Tensor) and (cache is None or (type(cache) in ADOPTED and _is_empty(cache))):
+            comptime(ask_for_symbols)
         return _annotated(original(*args, **kwargs), given, name)
+
+
+def _is_empty(cache: Any) -> bool:
+    return not any(layer.is_initialized for layer in cache.layers)
 
 
 # Further arguments that change what a mask lets through.

@@ -22,6 +22,7 @@ __all__ = [
     "has_kernel",
     "has_registered_effect",
     "is_composite",
+    "moves_between_vmap_levels",
     "storage_of",
     "watching",
     "without_modes",
@@ -99,3 +100,11 @@ def fused_attention() -> Any:
     Relies on its 13 arguments, the last the kind of its mask.
     """
     return torch._native_multi_head_attention
+
+
+def moves_between_vmap_levels(node: fx.Node) -> bool:
+    """Whether a node enters or leaves a level of `torch.vmap`: nobody reads it, and it must stay.
+
+    Relies on Dynamo tracing these as calls of functions of `torch._functorch`.
+    """
+    return (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")

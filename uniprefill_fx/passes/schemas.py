@@ -27,9 +27,10 @@ from uniprefill_fx.passes.operator_internals import (
     has_kernel,
     has_registered_effect,
     is_composite,
+    moves_between_vmap_levels,
 )
 from uniprefill_fx.passes.watched_calls import watched
-from uniprefill_fx.torch_internals import moves_between_vmap_levels, schema_of
+from uniprefill_fx.torch_internals import schema_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import shape
-from uniprefill_fx.torch_internals import RestartTrace, is_static_input, mark_maybe_dynamic
+from uniprefill_fx.torch_internals import RestartTrace, is_static_input, mark_maybe_dynamic, traced_inputs
 
 
 class TraceAgain(RestartTrace):
@@ -21,12 +21,9 @@ class TraceAgain(RestartTrace):
 
 
 def trace_symbolic(gm: fx.GraphModule, attention: Sequence[AttentionNode], example_inputs: Sequence[Any]) -> None:
-    """Mark the token axes of a prompt's static graph's inputs as dynamic and trace again; at most once an input.
+    """Trace a prompt's graph again if its length, or the batch, was traced as a number; at most once an input.
 
-    In a batch of prompts, mark its axis too: rows of requests can only be told from other axes by their own symbol.
-    The prompt length and the batch are those of the queries of the first attention. Which inputs hold them, tracing
-    will tell: the mark is a wish, and an axis that turns out to be something else of the same size is specialised as
-    before.
+    The prompt length and the batch are those of the queries of the first attention.
 
     Raises:
         TraceAgain: inputs were marked.
@@ -35,13 +32,35 @@ def trace_symbolic(gm: fx.GraphModule, attention: Sequence[AttentionNode], examp
     fresh = [a for a in attention if not a.cached and len(shape(a.q) or ()) > a.layout.tokens]
     if not fresh:
         return
-    batch, length = fresh[0].batch, fresh[0].num_queries
-    wanted = [int(size) for size in (length, batch) if not size.free_symbols and size > 1]
+    batch, length = (None if size.free_symbols else int(size) for size in (fresh[0].batch, fresh[0].num_queries))
+    placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
+    _ask_for_symbols(batch, length, list(zip(placeholders, example_inputs, strict=True)))
+
+
+def ask_for_symbols(context: Any) -> None:
+    """The same before the first layer, called while Dynamo traces a function that has a local `embeds`.
+
+    `embeds`: (batch, tokens, hidden). A trace that is thrown away at its end costs as much as one that is used.
+
+    Raises:
+        TraceAgain: inputs were marked.
+    """
+    embeds = context.get_local("embeds").as_fake()
+    batch, length = (size if isinstance(size, int) else None for size in embeds.shape[:2])
+    _ask_for_symbols(batch, length, traced_inputs())
+
+
+def _ask_for_symbols(batch: int | None, length: int | None, inputs: Sequence[tuple[fx.Node, Any]]) -> None:
+    """Mark the axes of inputs that are as long as the prompts; of a batch of prompts its axis too.
+
+    Rows of requests can only be told from other axes by their own symbol. Which inputs hold the prompts, tracing will
+    tell: the mark is a wish, and an axis that turns out to be something else of the same size is specialised as before.
+    """
+    wanted = [size for size in (length, batch) if size is not None and size > 1]
     if not wanted or length == 1:
         return
     marked = False
-    placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
-    for node, example in zip(placeholders, example_inputs, strict=True):
+    for node, example in inputs:
         if not isinstance(example, torch.Tensor) or _is_state(node, example):
             continue
         sizes = [size if isinstance(size, int) else None for size in example.shape]
