@@ -121,7 +121,8 @@ def test_the_layers_are_traced_once(batch: int) -> None:
         torch._dynamo.utils.counters.clear()
         options = options_of(LLAMA) if backend == "uniprefill" else None
         with torch.inference_mode():
-            torch.compile(tiny_llama(6), backend=backend, options=options)(ids, logits_to_keep=1)
+            model = torch.compile(tiny_llama(6), backend=backend, options=options)
+            model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1)
         calls[backend] = torch._dynamo.utils.counters["stats"]["calls_captured"]
     record = uniprefill_fx.last_call()
     assert record is not None and record.dropped

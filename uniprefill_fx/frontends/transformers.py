@@ -49,8 +49,10 @@ def _teach(name: str, function: Any) -> None:
         shared = getattr(given.get("config"), "num_kv_shared_layers", None)
         cache = given.get("past_key_values")
         adopt(cache, bool(shared))
-        embeds = given.get("inputs_embeds")
-        if isinstance(embeds, torch.Tensor) and (cache is None or (type(cache) in ADOPTED and _is_empty(cache))):
+        # Dynamo takes a tensor for an input of the graph when somebody looks at it.
+        tensors = {argument: value for argument, value in given.items() if isinstance(value, torch.Tensor)}
+        embeds = tensors.get("inputs_embeds")
+        if embeds is not None and (cache is None or (type(cache) in ADOPTED and _is_empty(cache))):
             comptime(ask_for_symbols)
         return _annotated(original(*args, **kwargs), given, name)
 

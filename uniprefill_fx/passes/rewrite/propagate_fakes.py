@@ -16,11 +16,14 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.node_utils import expression, is_op, meta
+from uniprefill_fx.passes.schemas import overloads
 from uniprefill_fx.torch_internals import dispatch_in_python, fake_mode, hint_of, new_size
 
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 FIRST_HINT = 1031  # and the next ones below it: each drop keeps fewer rows than the one before
 
 
@@ -42,6 +45,12 @@ class _Propagator(fx.Interpreter):
         self.hints: dict[sympy.Symbol, int] = {}
         self.inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self.taken = set(_numbers(self.inputs))
+        # Layers repeat one another. A call of what was called before, with values of the same sizes, gives the value
+        # that it gave then, and values of the same sizes are one value; unless a call changes sizes in place.
+        self.repeats = not any(torch.Tag.inplace_view in o.tags for n in gm.graph.nodes for o in overloads(n))
+        self.called: dict[Any, Any] = {}
+        self.values: dict[Any, torch.Tensor] = {}
+        self.alike: dict[int, torch.Tensor] = {}  # by the id of a value, which is alive as long as its node
 
     def run_all(self) -> None:
         inputs = [self._input(node) for node in self.inputs]
@@ -98,15 +107,55 @@ class _Propagator(fx.Interpreter):
         return self.sizes[symbol]
 
     def run_node(self, n: fx.Node) -> Any:
-        value = self._select(n) if is_op(n, "select") else super().run_node(n)
+        value = self._select(n) if is_op(n, "select") else self._called(n)
         n.meta["val"] = n.meta["example_value"] = value
         return value
+
+    def _called(self, n: fx.Node) -> Any:
+        if not self.repeats or n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        try:
+            key = (n.target, self._key(self.fetch_args_kwargs_from_env(n)))
+        except _NoKeyError:
+            return super().run_node(n)
+        if key not in self.called:
+            self.called[key] = pytree.tree_map_only(torch.Tensor, self._one_of_its_size, super().run_node(n))
+        return self.called[key]
+
+    def _key(self, argument: Any) -> Any:
+        """What arguments have in common that calls cannot tell apart. Tensors are alive, in the meta of nodes."""
+        if isinstance(argument, tuple | list):
+            return (type(argument), *(self._key(a) for a in argument))
+        if isinstance(argument, dict):
+            return tuple((name, self._key(a)) for name, a in argument.items())
+        if isinstance(argument, slice):
+            return (slice, self._key((argument.start, argument.stop, argument.step)))
+        if isinstance(argument, torch.Tensor):
+            if id(argument) not in self.alike:
+                self.alike[id(argument)] = self._one_of_its_size(argument)
+            return (torch.Tensor, id(self.alike[id(argument)]))
+        if isinstance(argument, torch.SymInt):
+            return (torch.SymInt, expression(argument))
+        if argument is None or isinstance(argument, _PLAIN):
+            return (type(argument), argument)
+        raise _NoKeyError
+
+    def _one_of_its_size(self, value: torch.Tensor) -> torch.Tensor:
+        sizes = tuple(expression(s) for s in (*value.shape, *value.stride(), value.storage_offset()))
+        known = set().union(*(expression(size).free_symbols for size in self.sizes.values()))
+        if not set().union(*(s.free_symbols for s in sizes)) <= known:
+            return value  # a number that only its data tells
+        return self.values.setdefault((sizes, value.dtype, value.device, type(value)), value)
 
     def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         """`select` with a backed kept length, which equals no other length."""
         scores, token_bounds = (self.env[a] for a in n.args[:2] if isinstance(a, fx.Node))
         kept = self._new(sympy.Symbol(f"kept{n.meta['uniprefill_drop']}"), None)
         return scores.new_empty(token_bounds.shape[0], kept, dtype=torch.int64), torch.empty_like(token_bounds)
+
+
+class _NoKeyError(Exception):
+    """An argument that nothing says of when it is the same as another."""
 
 
 def _numbers(inputs: list[fx.Node]) -> Iterator[int]:
