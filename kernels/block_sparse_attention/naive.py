@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_ROWS = 128
+from uniprefill_fx.specs import TILE_ROWS
+
 FP8_MAX = 448.0
 AT_ONCE = 2**19
 """Most logits that are formed at a time: 2 MiB."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import meta
-from uniprefill_fx.specs import SparseSpec
-
-MAX_HEAD_DIM = 256
-MAX_GROUP = 128
+from uniprefill_fx.specs import MAX_HEAD_DIM, TILE_ROWS, SparseSpec
 
 
 def sparse_attention(
@@ -52,7 +50,7 @@ def _reason(attention: AttentionNode) -> Refusal | None:
         return _refusal("a bias of the attention logits by position (alibi)")
     if max(attention.head_dim, attention.v_dim) > MAX_HEAD_DIM:
         return _refusal(f"heads {max(attention.head_dim, attention.v_dim)} wide, where {MAX_HEAD_DIM} is the most")
-    if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
+    if attention.num_heads // attention.num_kv_heads > TILE_ROWS:
         return _refusal(f"{attention.num_heads} heads on {attention.num_kv_heads} of keys")
     if not meta(attention.q).dtype.is_floating_point or meta(attention.q).dtype.itemsize > 4:
         return _refusal(f"attention in {meta(attention.q).dtype}")
@@ -64,13 +62,6 @@ def _refusal(seen: str) -> Refusal:
 
 
 def _spec(config: PrefillConfig, alpha: float) -> SparseSpec:
-    return SparseSpec(
-        alpha,
-        config.sparse_block_size,
-        config.sparse_sink_blocks,
-        config.sparse_window_blocks,
-        config.sparse_last_tokens,
-        config.sparse_correction,
-        config.attention_dtype == "float8_e4m3",
-        config.sparse_min_tokens,
-    )
+    own: dict[str, Any] = {"alpha": alpha, "fp8": config.attention_dtype == "float8_e4m3"}
+    names = (field.name for field in fields(SparseSpec) if field.name not in own)
+    return SparseSpec(**own, **{name: getattr(config, f"sparse_{name}") for name in names})
