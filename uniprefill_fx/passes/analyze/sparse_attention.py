@@ -42,6 +42,17 @@ def sparse_attention(
     return tuple(zip(chosen, specs, strict=True)), refusals if config.sparse_layers != "auto" else ()
 
 
+def check_named_layers(attention_nodes: Iterable[AttentionNode], config: PrefillConfig) -> None:
+    """Raise OptionError where `sparse_layers` names a layer whose attention is not causal."""
+    if config.attention == "dense" or not isinstance(config.sparse_layers, tuple):
+        return
+    for attention in attention_nodes:
+        refusal = attention.refusal
+        if attention.layer in config.sparse_layers and refusal is not None and refusal.category is Category.NON_CAUSAL:
+            hint = f"Layer {attention.layer} has {refusal.seen}. Leave it out, or pass 'auto'."
+            raise OptionError("sparse_layers", list(config.sparse_layers), "layers with full causal attention", hint)
+
+
 def _reason(attention: AttentionNode) -> Refusal | None:
     """Why full attention cannot leave out blocks; None where it can."""
     spec = attention.spec
