@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
         "model": Path(args.model).name,
         "prompts": f"needles, {args.pairs} pairs" if args.pairs else "text",
         "block_size": args.block_size,
+        "layers": args.layers,
         "p": args.p,
     }
     parts = [(drops, tokens) for drops in ([False] if args.no_drops else [False, True]) for tokens in args.lengths]
@@ -110,7 +111,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     for made in runs:
         lines += [
             f"\n{made['model']}, {made['prompts']}, {made['machine']}, {made['dtype']}, torch {made['torch']}, "
-            f"blocks of {made['block_size']}, p {made['p']}, {made['date']}\n",
+            f"blocks of {made['block_size']}, layers {made['layers'] or 'auto'}, p {made['p']}, {made['date']}\n",
             "| tokens | drops | setting | n | right (dense), lost | KL | worst | top-1 | KL inside | top-1 inside "
             "| density | compute |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -139,6 +140,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alphas", type=float, nargs="+", default=list(ALPHAS))
     parser.add_argument("--fp8-alphas", type=float, nargs="*", default=[0.1], help="in eight bits (%(default)s)")
     parser.add_argument("--block-size", type=int, default=128, choices=(64, 128))
+    parser.add_argument("--layers", type=int, nargs="+", help="block-sparse layers (default: all that can be)")
     parser.add_argument("--p", type=float, nargs="+", help="mass to keep at each drop layer (default: the package's)")
     parser.add_argument("--no-drops", action="store_true", help="block-sparse attention alone")
     parser.add_argument("--budget", type=float, default=120, help="seconds, shared by lengths; then no prompt begins")

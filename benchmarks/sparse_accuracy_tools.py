@@ -71,6 +71,7 @@ class Subject:
             {
                 "attention": "block_sparse",
                 "sparse_min_tokens": 0,
+                "sparse_layers": self.args.layers or "auto",
                 "sparse_block_size": self.args.block_size,
                 "min_tokens": 0,
                 "inner_backend": self.args.inner_backend,
