@@ -9,10 +9,9 @@ from torch import Tensor
 
 from uniprefill_fx.kernels.common import check_device, shared_memory
 from uniprefill_fx.kernels.tiles import Tiles, attention_tiles, fit_attention, fit_scores, score_tiles
-from uniprefill_fx.specs import AttentionSpec
+from uniprefill_fx.specs import MAX_HEAD_DIM, AttentionSpec
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
-MAX_HEAD_DIM = 256
 
 
 def has_tiles(q: Tensor, block_size: int, fp8: bool) -> bool:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 import uniprefill_fx
 from uniprefill_fx import LastCall, OptionError
-from uniprefill_fx.errors import Category
+from uniprefill_fx.errors import Category, StrictError
 
 TOKENS = 700
 HOW: dict[str, Any] = {"alpha": 0.97, "block_size": 64, "sink_blocks": 1, "window_blocks": 1, "last_tokens": 64}
@@ -249,8 +249,44 @@ def test_options_that_do_not_fit_the_model(options: dict[str, Any], message: str
         uniprefill_fx.explain(tiny_llama(2), token_ids(300), **(ALONE | options))
 
 
+class SeesAll(Decoder):
+    """Every query sees every key."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = self.qkv(layer, x)
+            x = self.finish(layer, x, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+        return self.head(x)[:, -1:]
+
+
+def test_attention_that_is_not_causal() -> None:
+    """Dense with that reason; an error where the layer was named, and with `strict`."""
+    report = uniprefill_fx.explain(SeesAll(), torch.randn(1, 300, 32), **ALONE)
+    assert [r.category for r in report.refusals] == [Category.NON_CAUSAL] and not report.plan.sparse
+    assert "only causal attention can drop tokens or leave out blocks of keys" in str(report)
+    torch._dynamo.reset()
+    with pytest.raises(
+        OptionError, match=r"sparse_layers.*\[1, 2\].*full causal attention.*Layer 1 has attention with"
+    ):
+        uniprefill_fx.explain(SeesAll(), torch.randn(1, 300, 32), **(ALONE | {"sparse_layers": [2, 1]}))
+    torch._dynamo.reset()
+    with pytest.raises(StrictError, match="non-causal-attention"):
+        uniprefill_fx.explain(SeesAll(), torch.randn(1, 300, 32), **(ALONE | {"strict": True}))
+
+
 def test_the_report_says_how_much_was_computed() -> None:
     text = str(uniprefill_fx.explain(tiny_gemma3(layers=2), token_ids(TOKENS), **ALONE))
     assert "700 tokens, none dropped; attention computed" in text
+    assert "as fast dense" not in text
     rows = [line for line in text.splitlines() if "% of blocks" in line]
     assert len(rows) == 1 and rows[0].strip().startswith("1  full, ")
+
+
+def test_the_report_names_layers_that_would_be_as_fast_dense() -> None:
+    """Layer 1 keeps nearly everything, layer 0 little; attention that did not choose is not named."""
+    how = ALONE | {"sparse_alpha": [0.97, 1e-6]}
+    text = str(uniprefill_fx.explain(tiny_llama(2), token_ids(TOKENS), **how))
+    assert "layers [1] computed more than 80% of their blocks, and are as fast dense" in text
+    torch._dynamo.reset()
+    text = str(uniprefill_fx.explain(tiny_llama(2), token_ids(TOKENS), **(how | {"sparse_min_tokens": 10_000})))
+    assert "as fast dense" not in text

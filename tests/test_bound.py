@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from block_sparse_reference import reference
 from checkpoints import FULL_LAYERS, TWO_LAYERS, folder, fresh, needle_ids, stock
 from eager_reference import DropSpec, EagerReference
 from tiny import tiny_llama, token_ids
 from torch import Tensor
+from transformers import AttentionInterface
 
 from uniprefill_fx import error_bound, override
 from uniprefill_fx.tools.error_bound import BoundReport, DropError, measure
@@ -97,6 +100,63 @@ def test_drift_by_the_reference() -> None:
     full: Any = dense._stores[3]
     pairs = ((few.keys, full.keys[:, :, kept]), (few.values, full.values[:, :, kept]))
     assert found.drift[3] == pytest.approx(max(float((a - b).norm() / b.norm()) for a, b in pairs), rel=1e-3)
+
+
+SPARSE: dict[str, Any] = {"alpha": 0.97, "block_size": 64, "sink_blocks": 1, "window_blocks": 1, "last_tokens": 64}
+
+
+def skipped_by_the_reference(model: Any, ids: Tensor, correction: bool) -> list[tuple[float, ...]]:
+    """By layer, in float64: density, mass of blocks left out and the worst of it, error and bound."""
+    found = []
+
+    def attend(_: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **given: Any) -> tuple[Tensor, None]:
+        sparse = reference(q, k, v, None, given["scaling"], **SPARSE, correction=correction)
+        wide = q.double(), k.double(), v.double()
+        full = F.scaled_dot_product_attention(*wide, is_causal=True, scale=given["scaling"], enable_gqa=True)
+        longest = v.double().norm(dim=3).amax(2).repeat_interleave(q.shape[1] // v.shape[1], 1)[..., None]
+        kept, causal = sum(map(len, sparse.kept.values())), sum(sparse.causal.values())
+        error, bound = (sparse.out - full).norm(dim=3), 2 * sparse.missing * longest
+        assert (error <= bound + 1e-9).all(), "the bound itself"
+        numbers = (sparse.missing.mean(), sparse.missing.max(), error.mean(), bound.mean())
+        found.append((kept / causal, *map(float, numbers)))
+        return sparse.out.to(q.dtype).transpose(1, 2), None
+
+    AttentionInterface.register("skipped_by_the_reference", attend)
+    model.config._attn_implementation = "skipped_by_the_reference"
+    with torch.inference_mode():
+        model(ids, use_cache=False)
+    return found
+
+
+CUT: dict[str, Any] = {f"sparse_{name}": value for name, value in SPARSE.items()}
+CUT |= {"attention": "block_sparse", "sparse_min_tokens": 0, "min_tokens": 0}
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_blocks_left_out(correction: bool) -> None:
+    """By layer the mass, error and bound of the float64 reference."""
+    ids = token_ids(400)
+    want = skipped_by_the_reference(tiny_llama(2), ids, correction)
+    found = error_bound(tiny_llama(2), ids, drop_layers="none", sparse_correction=correction, **CUT)
+    assert not found.drops and [layer.layer for layer in found.sparse] == list(found.drift) == [0, 1]
+    for got, numbers in zip(found.sparse, want, strict=True):
+        assert (got.density, got.mass, got.worst_mass, got.error, got.bound) == pytest.approx(numbers, rel=2e-3)
+        assert 0 < got.mass < got.worst_mass < 1 and got.density < 1
+    assert found.drift[0] == 0.0 < found.drift[1], "the first layer's keys and values come before any block is left out"
+
+
+def test_blocks_left_out_and_tokens_dropped() -> None:
+    """Behind a drop, blocks are of the rows that stay; with every block computed nothing is lost to blocks."""
+    ids, drop = token_ids(400), {"drop_layers": [0], "p": 0.7, **SHARP}
+    both = error_bound(tiny_llama(2), ids, **drop, **CUT)
+    with override(sparse_alpha=0.0):
+        dropped = error_bound(tiny_llama(2), ids, **drop, **CUT)
+    assert both.drops == dropped.drops == error_bound(tiny_llama(2), ids, min_tokens=0, **drop).drops
+    assert both.drops[0].kept < 400 and len(both.sparse) == 2 and both.drift[1] > dropped.drift[1] == 0
+    assert all(layer.density == 1.0 and layer.mass == layer.error == 0.0 for layer in dropped.sparse)
+    alone = error_bound(tiny_llama(2), ids, drop_layers="none", **CUT)
+    assert both.sparse[0] == alone.sparse[0] and both.sparse[1] != alone.sparse[1]
+    assert f"{alone.sparse[1].mass:.6f}" in str(alone) and "skipped mass" in str(alone) and "dropped" not in str(alone)
 
 
 @pytest.mark.slow

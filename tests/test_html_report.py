@@ -108,6 +108,32 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     assert f"{report.call.compute_fraction:.0%}" in dict((name, value) for name, value in data["figures"]).values()
 
 
+BLOCKS: dict[str, Any] = {"attention": "block_sparse", "sparse_alpha": 0.97, "sparse_block_size": 64}
+BLOCKS |= {"sparse_sink_blocks": 1, "sparse_window_blocks": 1, "sparse_last_tokens": 64, "sparse_min_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def sparse_report() -> Report:
+    """Layers 1 and 3 have full attention, and so blocks to leave out."""
+    return uniprefill_fx.explain(tiny_gemma3(layers=4), token_ids(700), drop_layers="none", min_tokens=0, **BLOCKS)
+
+
+def test_density(sparse_report: Report) -> None:
+    """Beside each block-sparse layer its density; FLOPs fall by that part of its attention."""
+    assert sparse_report.call is not None
+    density = sparse_report.call.density
+    data = contents(sparse_report)
+    assert [layer["density"] for layer in data["layers"]] == [None, density[1], None, density[3]]
+    assert 0 < density[1] < 0.9 and not data["dropped"]
+    assert f"{(density[1] + density[3]) / 2:.0%}" in [value for name, value in data["figures"] if "blocks" in name]
+    assert "sparse_alpha=0.97" in data["about"]
+    config = tiny_gemma3(layers=4).config
+    attention = 4 * config.num_attention_heads * config.head_dim * 700 * 701 / 2 / 1e9
+    for layer in (0, 1, 3):
+        saved = data["layers"][layer]["dense_gflop"] - data["layers"][layer]["gflop"]
+        assert saved == pytest.approx(attention * (1 - density.get(layer, 1.0)))
+
+
 def test_nothing_saved_has_no_sign() -> None:
     """Scoring alone costs a little more than dense: still 0%, and not -0%."""
     options: dict[str, Any] = {"p": 1.0, "last_n": 1, "min_tokens": 0}
@@ -252,6 +278,22 @@ def test_in_a_browser(report: Report, tmp_path: Path) -> None:
         layer, column = int(str(cell["data-layer"])), int(str(cell["data-column"]))
         assert float(str(cell["data-kept"])) == want[layer][column]
     assert len(re.findall(r"<details>", dom)) == 2
+
+
+@needs_chromium
+def test_density_in_a_browser(report: Report, sparse_report: Report, tmp_path: Path) -> None:
+    """A bar a layer as wide as its density; without block-sparse attention there is no such picture."""
+    shown = []
+    for each in (report, sparse_report):
+        each.to_html(tmp_path / "report.html")
+        dom = opened((tmp_path / "report.html").as_uri(), tmp_path)
+        assert "data-error" not in dom and 'data-ready="yes"' in dom
+        found = re.search(r'<div id="density">(.*?)</table>', dom)
+        shown.append(found[1] if found else "")
+    assert sparse_report.call is not None and not shown[0]
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", shown[1])]
+    assert widths == pytest.approx([100 * share for share in sparse_report.call.density.values()], rel=1e-4)
+    assert re.findall(r"layer (\d)", shown[1]) == ["1", "3"]
 
 
 NARROW = """<body><iframe style="width: 420px; height: 4000px; border: 0" srcdoc="%PAGE%"></iframe><script>

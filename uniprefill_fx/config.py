@@ -29,7 +29,9 @@ On an H200 with Llama-3.1-8B's shape dropping took 1.2 times as long as dense at
 2,048 (`benchmarks/results`)."""
 
 DEFAULT_SPARSE_MIN_TOKENS = 8192
-"""Below, choosing blocks of keys costs more than it saves."""
+"""Attention over fewer rows computes every block: choosing costs more there than it saves. On an H200 in bf16, dense
+attention over 4,096 rows takes as long as this one at a density of 0.40, and the blocks that are always computed are
+0.43 of them; over 8,192 rows it is 0.67 against 0.23 (`benchmarks/block_sparse_notes.md`)."""
 
 LAYERS_PER_DROP = 4
 """Distance in decoder layers between the published drop layers of Llama-3.1-8B and Qwen3-Next (`auto_drop_layers`)."""

@@ -1,4 +1,5 @@
-"""What one attention computes apart from its operands: `AttentionSpec`, the one list of terms that all layers share.
+"""What one attention computes apart from its operands: `AttentionSpec`, the one list of terms that all layers share;
+how block-sparse attention chooses, how a drop selects; and the limits of the kernels, which passes and kernels share.
 
 In a graph the tensors of a spec are `fx.Node`s, at run time they are tensors. The op `uniprefill::attention` takes the
 fields one by one, in the order in which they are written here; `SCHEMA` and `arguments()` are made from them.
@@ -12,6 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+MAX_HEAD_DIM = 256
+"""Widest head that the kernels take."""
+
+TILE_ROWS = 128
+"""(query position, head of the group) pairs that share one choice of blocks: FlashPrefill V2's packed tile. A group of
+block-sparse attention is no larger."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,15 @@ class SparseSpec:
     correction: bool
     fp8: bool
     min_tokens: int
+
+    def every_block(self, rows: int) -> bool:
+        """Whether attention over so many rows leaves out nothing, and need not choose."""
+        return rows < self.min_tokens or self.alpha == 0.0
+
+    def choice(self) -> dict[str, Any]:
+        """The arguments of the kernels that say which blocks are computed."""
+        names = ("alpha", "block_size", "sink_blocks", "window_blocks", "last_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def numbers(self) -> list[float]:
         """The fields as one row of the tensor that hands them to the op."""

@@ -15,10 +15,10 @@ from uniprefill_fx.kernels.block_sparse_attention.kernel import attend_key_block
 from uniprefill_fx.kernels.block_sparse_attention.quantise_blocks import quantise_blocks
 from uniprefill_fx.kernels.block_sparse_attention.select_key_blocks import KeyBlocks, select_key_blocks
 from uniprefill_fx.kernels.block_sparse_attention.tiles import (
-    TILE_ROWS,
     AttentionTiles,
     EnergyTiles,
 )
+from uniprefill_fx.specs import TILE_ROWS
 
 
 class Selection(NamedTuple):

@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from uniprefill_fx.kernels.block_sparse_attention.tiles import (
-    TILE_ROWS,
     EnergyTiles,
     energy_tiles,
     positions_of_tile,
     request_of,
 )
 from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
+from uniprefill_fx.specs import TILE_ROWS
 
 
 @triton.jit

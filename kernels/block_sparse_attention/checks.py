@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from uniprefill_fx.kernels.block_sparse_attention.tiles import BLOCK_SIZES, TILE_ROWS
+from uniprefill_fx.kernels.block_sparse_attention.tiles import BLOCK_SIZES
 from uniprefill_fx.kernels.checks import check_operands
+from uniprefill_fx.specs import TILE_ROWS
 
 FP8_CAPABILITY = (8, 9)
 

@@ -20,13 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from uniprefill_fx.kernels.block_sparse_attention.quantise_blocks import QuantisedBlocks
 from uniprefill_fx.kernels.block_sparse_attention.select_key_blocks import KeyBlocks
 from uniprefill_fx.kernels.block_sparse_attention.tiles import (
-    TILE_ROWS,
     AttentionTiles,
     attention_tiles,
     positions_of_tile,
     request_of,
 )
 from uniprefill_fx.kernels.common import on_device, shared_memory, tanh
+from uniprefill_fx.specs import TILE_ROWS
 
 
 @triton.jit

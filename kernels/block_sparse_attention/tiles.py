@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-TILE_ROWS = 128
-"""(query position, head of the group) pairs that share one selection: FlashPrefill V2's packed tile."""
-
 BLOCK_SIZES = (64, 128)
 
 MEANS_PAD = 128

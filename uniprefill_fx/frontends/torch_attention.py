@@ -52,7 +52,11 @@ def spelled_out_attention(node: fx.Node) -> AttentionNode | None:
     elif expression(queries) == 1:
         kind = MaskKind(expression(keys) - 1)
     else:
-        raise refuse(Category.NON_CAUSAL, "attention without a mask", "only causal attention can drop")
+        raise refuse(
+            Category.NON_CAUSAL,
+            "attention without a mask",
+            "only causal attention can drop tokens or leave out blocks of keys",
+        )
     biases = [b for b in (kind.alibi, kind.bias, bias) if b is not None]
     if len(biases) > 1 or (biases and found.scaled_masks):
         raise refuse(Category.ATTENTION, "two biases on the attention logits, or a scaled one", "it stays dense")
@@ -121,7 +125,11 @@ def _mask(bound: dict[str, Any]) -> MaskKind:
         return MaskKind(sympy.Integer(0))
     if queries == 1:  # one query without a mask: it sees all keys
         return MaskKind(keys - 1)
-    raise refuse(Category.NON_CAUSAL, "attention without mask and without is_causal", "only causal attention can drop")
+    raise refuse(
+        Category.NON_CAUSAL,
+        "attention without mask and without is_causal",
+        "only causal attention can drop tokens or leave out blocks of keys",
+    )
 
 
 def _unrepeat(node: fx.Node) -> fx.Node:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from uniprefill_fx.kernels.block_scores.kernel import block_scores
 from uniprefill_fx.kernels.block_sparse_attention.api import block_sparse_attention
-from uniprefill_fx.kernels.checks import MAX_BLOCK, MAX_HEAD_DIM, MIN_BLOCK, has_tiles
+from uniprefill_fx.kernels.checks import MAX_BLOCK, MIN_BLOCK, has_tiles
 from uniprefill_fx.kernels.common import shared_memory
 from uniprefill_fx.kernels.position_attention.kernel import position_attention
 from uniprefill_fx.kernels.select_blocks.kernel import select_blocks
 from uniprefill_fx.kernels.tiles import attention_tiles
 from uniprefill_fx.ops import attention, score, select
 from uniprefill_fx.ops import block_sparse_attention as block_sparse
-from uniprefill_fx.specs import AttentionSpec, SparseSpec
+from uniprefill_fx.specs import MAX_HEAD_DIM, AttentionSpec, SparseSpec
 
 BLOCK_SIZES = range(MIN_BLOCK, MAX_BLOCK + 1)
 
@@ -101,12 +101,10 @@ def _block_sparse_attention(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     sparse = SparseSpec.of_numbers(options[row].tolist())
-    if q.shape[2] < sparse.min_tokens or sparse.alpha == 0.0 or not _covered(q, k, v, scale):
+    if sparse.every_block(q.shape[2]) or not _covered(q, k, v, scale):
         return block_sparse.dense(q, k, v, token_bounds, scale, softcap, sinks)
     bounds = None if token_bounds.tolist() == [[0, q.shape[2]]] * q.shape[0] else token_bounds
-    dtype: Literal["input", "fp8"] = "fp8" if sparse.fp8 else "input"
-    chosen = block_sparse.arguments(sparse)
-    return block_sparse_attention(q, k, v, bounds, scale, softcap, sinks, **chosen, dtype=dtype)
+    return block_sparse_attention(q, k, v, bounds, scale, softcap, sinks, **block_sparse.arguments(sparse))
 
 
 @attention.attention.register_kernel("cuda")

@@ -39,12 +39,9 @@ def block_sparse_attention(
         computed, and blocks that causality allows; zeros where every block was computed without a choice.
     """
     sparse = SparseSpec.of_numbers(options[row].tolist())
-    if q.shape[2] < sparse.min_tokens or sparse.alpha == 0.0:
+    if sparse.every_block(q.shape[2]):
         return dense(q, k, v, token_bounds, scale, softcap, sinks)
-    out, totals = block_sparse_attention_naive(
-        q, k, v, token_bounds, scale, softcap, sinks, **arguments(sparse), dtype="fp8" if sparse.fp8 else "input"
-    )
-    return out, totals
+    return block_sparse_attention_naive(q, k, v, token_bounds, scale, softcap, sinks, **arguments(sparse))
 
 
 def dense(
@@ -68,8 +65,7 @@ def no_choice(q: Tensor) -> Tensor:
 
 def arguments(sparse: SparseSpec) -> dict[str, Any]:
     """The options of the kernels."""
-    names = ("alpha", "block_size", "sink_blocks", "window_blocks", "last_tokens", "correction")
-    return {name: getattr(sparse, name) for name in names}
+    return sparse.choice() | {"correction": sparse.correction, "dtype": "fp8" if sparse.fp8 else "input"}
 
 
 @block_sparse_attention.register_fake

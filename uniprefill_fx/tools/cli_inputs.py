@@ -45,13 +45,13 @@ def load(args: argparse.Namespace) -> Subject:
         raise UserError(f"--html {html}: " + ("it is a folder" if html.is_dir() else f"no folder {html.parent}"))
     if args.prompt_file is not None and not args.prompt_file.is_file():
         raise UserError(f"--prompt-file {args.prompt_file}: no such file")
-    model, tokenizer = _load_model(args.model, args.device)
+    model, tokenizer = load_model(args.model, args.device)
     prompts = [ids.to(args.device) for ids in _prompts(args, model, tokenizer)]
     say(f"{type(model).__name__} on {args.device}, {', '.join(f'{ids.shape[1]:,}' for ids in prompts)} tokens")
     return Subject(model, tokenizer, prompts)
 
 
-def _load_model(name: str, device: str) -> tuple[Any, Any]:
+def load_model(name: str, device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where, extra = name, {}

@@ -1,4 +1,4 @@
-"""`error_bound()`: how much attention mass a prompt loses at each drop, and the error it makes against its bound.
+"""`error_bound()`: how much attention mass a prompt loses at each drop and to blocks left out; what error it makes.
 
 The paper (arXiv 2605.06221, Eq. 6) bounds the error by the mass that the kept blocks lack, which is at most 1 - p. Here
 is the form that is checked, for one query and head with weights a, values v, and dropped mass e = sum of a over dropped
@@ -13,6 +13,11 @@ This is what a drop layer's keys would be worth to the last queries if they were
 attention of a drop layer is dense, so kept rows leave it exact, and so do the keys and values of the next layer. From
 its attention on they err, for which there is no bound without knowing the weights; it is measured, as the relative
 error of the keys and values that each layer writes.
+
+Block-sparse attention loses mass to the blocks of keys that it leaves out, of every query; the same bound holds, and
+with its correction as well: a block's mean in place of its keys weighs w <= e in all, as the exponential is convex, and
+moves the result by at most ((1 - e) (e - w) + w) / (1 - e + w) + e = 2 e times max |v|. (Soft-capped logits are not
+convex in q · k; there it is a guide.)
 """
 
 from __future__ import annotations
@@ -26,12 +31,14 @@ from torch import Tensor, fx
 
 from uniprefill_fx.api import options_for
 from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.kernels.block_sparse_attention.naive import mass_not_computed
+from uniprefill_fx.ops.block_sparse_attention import dense
 from uniprefill_fx.ops.logits import with_terms
 from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
 from uniprefill_fx.runtime.prefill import Prefill, disabled
-from uniprefill_fx.specs import bias_of_request
+from uniprefill_fx.specs import SparseSpec, bias_of_request
 from uniprefill_fx.tools.isolated import isolated, takes
 from uniprefill_fx.torch_internals import schema_of
 
@@ -61,11 +68,32 @@ class DropError:
 
 
 @dataclass(frozen=True)
+class SparseError:
+    """One layer of block-sparse attention, over the rows that enter it.
+
+    Attributes:
+        density: computed part of the causal blocks. mass: of dense attention on keys of blocks that were left out,
+            averaged over heads and queries. worst_mass: of a query and head.
+        error, bound: norms of attention outputs, averaged over heads and queries: off from dense attention over the
+            same rows, and 2 · mass · max |v|.
+    """
+
+    layer: int
+    density: float
+    mass: float
+    worst_mass: float
+    error: float
+    bound: float
+
+
+@dataclass(frozen=True)
 class BoundReport:
-    """`drops`: each drop layer. `drift`: by attention layer, the relative error of the keys and values of kept rows."""
+    """`drops`: each drop layer. `drift`: by attention layer, the relative error of the keys and values of kept rows.
+    `sparse`: each layer of block-sparse attention."""
 
     drops: tuple[DropError, ...]
     drift: dict[int, float]
+    sparse: tuple[SparseError, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -74,12 +102,22 @@ class BoundReport:
 
     def __str__(self) -> str:
         names = ("error", "bound", "worst ratio")
-        lines = [f"{'drop':>5} {'kept':>8} {'dropped mass':>13} {'allowed':>8}" + "".join(f"{n:>12}" for n in names)]
+        lines = []
+        if self.drops:
+            lines.append(
+                f"{'drop':>5} {'kept':>8} {'dropped mass':>13} {'allowed':>8}" + "".join(f"{n:>12}" for n in names)
+            )
         for d in self.drops:
             allowed = "" if d.allowed is None else f"{d.allowed:.4f}"
             lines.append(
                 f"{d.layer:>5} {d.kept:>8} {d.mass:>13.6f} {allowed:>8}"
                 f"{d.error:>12.3g}{d.bound:>12.3g}{d.worst_ratio:>12.4f}"
+            )
+        if self.sparse:
+            lines.append(f"{'layer':>5} {'density':>8} {'skipped mass':>13} {'worst':>8}{'error':>12}{'bound':>12}")
+        for b in self.sparse:
+            lines.append(
+                f"{b.layer:>5} {b.density:>8.3f} {b.mass:>13.6f} {b.worst_mass:>8.4f}{b.error:>12.3g}{b.bound:>12.3g}"
             )
         lines.append("relative error of the keys and values of kept rows, by layer:")
         lines.append("  " + "  ".join(f"{layer}: {error:.3g}" for layer, error in self.drift.items()))
@@ -87,10 +125,10 @@ class BoundReport:
 
 
 def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport:
-    """Run one prompt dense and dropped, without an inner backend, and measure what was lost where.
+    """Run one prompt dense and as the options say, without an inner backend, and measure what was lost where.
 
     For looking closely at a model: the scores of the last queries are formed whole, (heads, last_n, tokens) in
-    float64. The model stays as it is.
+    float64, and block-sparse attention is followed by dense attention over the same rows. The model stays as it is.
 
     Args:
         model: a decoder. input_ids: (1, tokens) int64. options: as for `uniprefill_fx.compile`.
@@ -108,9 +146,9 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
     with torch.inference_mode():
         with disabled():
             run(input_ids, **call)
-        dense, watch.written = watch.written, []
+        whole, watch.written = watch.written, []
         _, done = watched(lambda: run(input_ids, **call))
-    if done is None or not done.dropped or watch.done is None:
+    if done is None or not (done.dropped or done.density) or watch.done is None:
         raise RuntimeError(f"the prompt ran dense: {done.reason if done else 'no prefill reached the backend'}")
     plan = watch.done.plan
     drops = []
@@ -121,11 +159,11 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
     drift: dict[int, float] = {}
     alive: Tensor | None = None
     understood = [attention.layer for attention in plan.attention_nodes if attention.spec is not None]
-    if len(dense) == len(watch.written) == len(understood):  # one attention op for each attention, in the same order
-        for layer, full, few in zip(understood, dense, watch.written, strict=True):
+    if len(whole) == len(watch.written) == len(understood):  # one attention op for each attention, in the same order
+        for layer, full, few in zip(understood, whole, watch.written, strict=True):
             drift[layer] = max(_relative(a, b, alive) for a, b in zip(full, few, strict=True))
             alive = done.kept_indices.get(layer, alive)
-    return BoundReport(tuple(drops), drift)
+    return BoundReport(tuple(drops), drift, tuple(watch.sparse))
 
 
 def _relative(full: Tensor, few: Tensor, kept: Tensor | None) -> float:
@@ -141,6 +179,7 @@ class _Watch:
         self.done: Compilation | None = None
         self.written: list[tuple[Tensor, Tensor]] = []  # keys and values of each attention op
         self.found: list[DropError] = []
+        self.sparse: list[SparseError] = []
         self.scored: dict[str, Any] = {}
 
     def take_over(self, done: Compilation) -> None:
@@ -154,8 +193,13 @@ class _Watch:
 
     def look(self, name: str, values: dict[str, Any], result: Any) -> None:
         """One op of the package that ran."""
-        if name == "attention":
+        if name in ("attention", "block_sparse_attention"):
             self.written.append((values["k"], values["v"]))
+        if name == "block_sparse_attention":
+            assert self.done is not None
+            layer = self.done.plan.sparse[values["row"]][0].layer
+            assert layer is not None
+            self.sparse.append(measure_sparse(layer, values, *result))
         elif name == "score":
             self.scored = values
         elif name == "select":
@@ -201,6 +245,27 @@ def measure(scored: dict[str, Any], v: Tensor, rows: Tensor) -> DropError:
         error=float(error.mean()),
         bound=float(bound.mean()),
         worst_ratio=float(ratio.max()),
+    )
+
+
+def measure_sparse(layer: int, values: dict[str, Any], out: Tensor, totals: Tensor) -> SparseError:
+    """What block-sparse attention left out, from the arguments of its op and what it returned."""
+    computed, allowed = totals.tolist()
+    if not allowed:  # it chose no blocks
+        return SparseError(layer, 1.0, 0.0, 0.0, 0.0, 0.0)
+    operands = {name: values[name] for name in ("token_bounds", "scale", "softcap", "sinks")}
+    chosen = SparseSpec.of_numbers(values["options"][values["row"]].tolist()).choice()
+    q, k, v = (values[name] for name in "qkv")
+    mass = mass_not_computed(q, k, **operands, **chosen).double()
+    full, _ = dense(q, k, v, **operands)
+    largest = v.double().norm(dim=-1).amax(-1).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return SparseError(
+        layer=layer,
+        density=computed / allowed,
+        mass=float(mass.mean()),
+        worst_mass=float(mass.max()),
+        error=float((out.double() - full.double()).norm(dim=-1).mean()),
+        bound=float((2.0 * mass * largest[..., None]).mean()),
     )
 
 

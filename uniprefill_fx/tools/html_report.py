@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 from importlib import metadata, resources
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from uniprefill_fx.config import auto_block_size
+from uniprefill_fx.runtime.sparse_options import NAMES
 from uniprefill_fx.tools.report import Report
 from uniprefill_fx.tools.savings import Savings
 
@@ -23,7 +25,7 @@ TEXT = 600
 
 
 def page(report: Report, tokenizer: Any = None) -> str:
-    """The page: layers, map of kept tokens, figures, passes and graphs.
+    """The page: layers, map of kept tokens, density of block-sparse attention, figures, passes and graphs.
 
     `tokenizer`: anything with `decode(list of ids)`; then each cell of the map has its tokens' text.
     """
@@ -81,6 +83,8 @@ def _chosen(report: Report) -> dict[str, Any]:
     """The options that say how much is kept, with what `override()` changed."""
     names = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens", "drop_layers", "window")
     options = {name: getattr(report.config, name) for name in names}
+    if report.config.attention == "block_sparse":
+        options |= {name: getattr(report.config, name) for name in ("attention", "attention_dtype", *NAMES)}
     changed = report.call.changed if report.call is not None else {}
     if "p" in changed or ("keep_ratio" not in changed and options["keep_ratio"] is None):
         options["keep_ratio"] = None
@@ -95,8 +99,14 @@ def _figures(report: Report, savings: Savings | None) -> list[tuple[str, str]]:
     if call is None or savings is None:
         return []
     dense = sum(savings.dense_flops.values())
+    density = list(call.density.values())
     return [
         ("of the tokens computed, averaged over layers", _percent(call.compute_fraction)),
+        *(
+            [("of the blocks of keys computed, where attention is block-sparse", _percent(mean(density)))]
+            if density
+            else []
+        ),
         (f"of {dense / 1e9:,.2f} GFLOP saved (estimate)", _percent(savings.flops_saved)),
         (f"of {savings.dense_kv_bytes / 2**20:,.1f} MiB of keys and values saved", _percent(savings.kv_saved)),
     ]
@@ -121,6 +131,7 @@ def _layers(report: Report, savings: Savings | None) -> list[dict[str, Any]]:
                 "index": layer,
                 "attention": "no attention" if attention is None else attention.kind,
                 "rows": rows,
+                "density": call.density.get(layer) if call is not None else None,
                 "share": rows / call.tokens if call is not None and call.tokens and rows is not None else None,
                 "drop": decision,
                 "dropped": call is not None

@@ -17,6 +17,10 @@ from uniprefill_fx.runtime.overrides import arguments
 from uniprefill_fx.runtime.prefill import Prefill
 from uniprefill_fx.tools.savings import Savings, estimate
 
+BREAK_EVEN = 0.8
+"""Density from which on dense attention is as fast as block-sparse attention, at some tens of thousands of tokens
+(`benchmarks/block_sparse_notes.md`)."""
+
 LITTLE = 0.98
 """Work of a prompt, as a share of dense, from which on the report says how to drop more."""
 
@@ -144,11 +148,24 @@ class Report:
                 )
                 decision = ("" if kept else "planned: ") + amounts[layer] + kept
             lines.append(f"{layer:>5}  {kind:<28} {rows:>9}  {decision}".rstrip())
+        lines += self._dear()
         lines += [f"graph break: {cost}" for cost in self.breaks]
         lines += [f"refused: {refusal}" for refusal in self.refusals]
         if call is not None and call.dropped and call.changed:
             lines.append("for this call: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
         return "\n".join([*lines, self._compiled(), self._times()])
+
+    def _dear(self) -> list[str]:
+        """The block-sparse layers that would have been as fast dense: choosing, and a kernel that follows lists, cost
+        more there than blocks that were left out."""
+        density = self.call.density if self.call is not None else {}
+        dear = [layer for layer, share in density.items() if share > BREAK_EVEN]
+        if not dear or all(share == 1.0 for share in density.values()):  # attention of few rows does not choose
+            return []
+        return [
+            f"layers {dear} computed more than {BREAK_EVEN:.0%} of their blocks, and are as fast dense: a higher "
+            "sparse_alpha leaves out more, and sparse_layers can do without them"
+        ]
 
     def _choice(self) -> str:
         """The drop layers, and why these; only planned ones where the call dropped nothing."""

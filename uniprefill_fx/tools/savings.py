@@ -4,8 +4,9 @@ Counted are products of matrices (linear layers, experts, the head) at two opera
 2 · (dim of keys + dim of values) for each query, head and key that it sees. Norms, activations, rotary and scans are
 not counted, and scoring is (last_n queries over the rows that enter a drop layer), which is the dropped run's alone.
 The paper (arXiv 2605.06221, Eq. 9) counts the same way by layer: what falls away grows with the dropped rows in linear
-layers, and with the pairs of rows in attention. In a batch, products and caches have the rows of its padding
-as well: all prompts are as long as the one that keeps most. Attention is counted without.
+layers, and with the pairs of rows in attention. Of block-sparse attention the computed part of the blocks counts, and
+not how they are chosen. In a batch, products and caches have the rows of its padding as well: all prompts are as long
+as the one that keeps most. Attention is counted without.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
     for attention in plan.attention_nodes:
         if attention.spec is not None:
             dense[attention.layer] = dense.get(attention.layer, 0.0) + _attention(attention, everything)
-            flops[attention.layer] = flops.get(attention.layer, 0.0) + _attention(attention, alive)
+            computed = _attention(attention, alive) * (
+                call.density.get(attention.layer, 1.0) if attention.full else 1.0
+            )
+            flops[attention.layer] = flops.get(attention.layer, 0.0) + computed
         if attention.layer in drops:
             last_n = call.changed.get("last_n", config.last_n)
             heads, dim = attention.num_heads, attention.head_dim

@@ -22,7 +22,7 @@ from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, ga
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens
 from uniprefill_fx.passes.analyze.outputs import Exposure, exposure_of, head_region_of, restored_outputs, rows_shown
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
-from uniprefill_fx.passes.analyze.sparse_attention import sparse_attention
+from uniprefill_fx.passes.analyze.sparse_attention import check_named_layers, sparse_attention
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import decoder_layer, expression, meta, name_of, peel, shape, token_dims
@@ -130,6 +130,7 @@ def _plan(
     config: PrefillConfig,
     refusals: list[Refusal],
 ) -> Plan:
+    check_named_layers(attention_nodes, config)
     tokens = token_count(list(attention_nodes))
     sparse, elsewhere = sparse_attention(attention_nodes, config)
     refusals += elsewhere

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import meta
-from uniprefill_fx.specs import SparseSpec
-
-MAX_HEAD_DIM = 256
-MAX_GROUP = 128
+from uniprefill_fx.specs import MAX_HEAD_DIM, TILE_ROWS, SparseSpec
 
 
 def sparse_attention(
@@ -44,6 +42,17 @@ def sparse_attention(
     return tuple(zip(chosen, specs, strict=True)), refusals if config.sparse_layers != "auto" else ()
 
 
+def check_named_layers(attention_nodes: Iterable[AttentionNode], config: PrefillConfig) -> None:
+    """Raise OptionError where `sparse_layers` names a layer whose attention is not causal."""
+    if config.attention == "dense" or not isinstance(config.sparse_layers, tuple):
+        return
+    for attention in attention_nodes:
+        refusal = attention.refusal
+        if attention.layer in config.sparse_layers and refusal is not None and refusal.category is Category.NON_CAUSAL:
+            hint = f"Layer {attention.layer} has {refusal.seen}. Leave it out, or pass 'auto'."
+            raise OptionError("sparse_layers", list(config.sparse_layers), "layers with full causal attention", hint)
+
+
 def _reason(attention: AttentionNode) -> Refusal | None:
     """Why full attention cannot leave out blocks; None where it can."""
     spec = attention.spec
@@ -52,7 +61,7 @@ def _reason(attention: AttentionNode) -> Refusal | None:
         return _refusal("a bias of the attention logits by position (alibi)")
     if max(attention.head_dim, attention.v_dim) > MAX_HEAD_DIM:
         return _refusal(f"heads {max(attention.head_dim, attention.v_dim)} wide, where {MAX_HEAD_DIM} is the most")
-    if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
+    if attention.num_heads // attention.num_kv_heads > TILE_ROWS:
         return _refusal(f"{attention.num_heads} heads on {attention.num_kv_heads} of keys")
     if not meta(attention.q).dtype.is_floating_point or meta(attention.q).dtype.itemsize > 4:
         return _refusal(f"attention in {meta(attention.q).dtype}")
@@ -64,13 +73,6 @@ def _refusal(seen: str) -> Refusal:
 
 
 def _spec(config: PrefillConfig, alpha: float) -> SparseSpec:
-    return SparseSpec(
-        alpha,
-        config.sparse_block_size,
-        config.sparse_sink_blocks,
-        config.sparse_window_blocks,
-        config.sparse_last_tokens,
-        config.sparse_correction,
-        config.attention_dtype == "float8_e4m3",
-        config.sparse_min_tokens,
-    )
+    own: dict[str, Any] = {"alpha": alpha, "fp8": config.attention_dtype == "float8_e4m3"}
+    names = (field.name for field in fields(SparseSpec) if field.name not in own)
+    return SparseSpec(**own, **{name: getattr(config, f"sparse_{name}") for name in names})

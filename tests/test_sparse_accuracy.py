@@ -1,0 +1,113 @@
+"""`benchmarks/sparse_accuracy.py`: prompts are windows of the text, and its figures those of float64 attention."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_sparse_reference import reference
+from checkpoints import ROOT
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+suite: Any = importlib.import_module("sparse_accuracy")
+tools: Any = importlib.import_module("sparse_accuracy_tools")
+
+MODEL = ROOT / "examples" / "ruler-gemma3"
+TOKENS = 1200
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+class Tokenizer:
+    """A token a character; a text begins with 7."""
+
+    bos_token_id = 7
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return SimpleNamespace(input_ids=([7] if add_special_tokens else []) + [ord(c) for c in text])
+
+
+def test_prompts_are_windows_of_the_files(tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path, text in zip(files, ("abcdef", "ghij"), strict=True):
+        path.write_text(text)
+    args = argparse.Namespace(text=files, prompts=3)
+    shown = ["".join(map(chr, ids[0, 1:].tolist())) for ids in suite.text_prompts(args, Tokenizer(), 5)]
+    assert shown == ["abcd", "defg", "ghij"]
+    assert all(int(ids[0, 0]) == 7 for ids in suite.text_prompts(args, Tokenizer(), 5))
+    with pytest.raises(SystemExit, match="--lengths 12: the files hold 10 tokens"):
+        suite.text_prompts(args, Tokenizer(), 12)
+
+
+def test_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, in pieces of any size."""
+    dense, other = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(0)).unbind()
+    other[4] = dense[4]
+    want = F.kl_div(other.log_softmax(-1), dense.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    for most in (2**28, 200):
+        monkeypatch.setattr(tools, "LOGITS", most)
+        kl, same = tools.divergence(dense, other)
+        torch.testing.assert_close(kl, want, atol=1e-6, rtol=1e-5)
+        assert same.tolist() == [
+            a == b for a, b in zip(dense.argmax(-1).tolist(), other.argmax(-1).tolist(), strict=True)
+        ]
+
+
+@pytest.mark.slow
+def test_figures_are_those_of_the_reference(tmp_path: Path) -> None:
+    """One prompt of the README: KL of all positions from the stock model with float64 attention in its full layers."""
+    out, alpha = tmp_path / "sparse.json", 0.9
+    text = ROOT / "README.md"
+    argv = ["--model", str(MODEL), "--text", str(text), "--lengths", str(TOKENS), "--prompts", "1", "--p", "0.8"]
+    suite.main([*argv, "--alphas", str(alpha), "--fp8-alphas", str(alpha), "--device", "cpu", "--out", str(out)])
+    (made,) = json.loads(out.read_text())
+    rows = {(row["drops"], row["setting"]): row for row in made["rows"]}
+    assert len(rows) == 6 and all(row["n"] == 1 for row in rows.values())
+
+    ids = torch.tensor([AutoTokenizer.from_pretrained(MODEL)(text.read_text()).input_ids[:TOKENS]])
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    counts = [0, 0]
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None]:
+        window = getattr(module, "sliding_window", None)
+        if window is not None:
+            place = torch.arange(q.shape[2])
+            seen = (place <= place[:, None]) & (place > place[:, None] - window)
+            own = F.scaled_dot_product_attention(q, k, v, seen, scale=given["scaling"], enable_gqa=True)
+            return own.transpose(1, 2), None
+        found = reference(q, k, v, None, given["scaling"], alpha=alpha)
+        counts[0] += sum(map(len, found.kept.values()))
+        counts[1] += sum(found.causal.values())
+        return found.out.to(q.dtype).transpose(1, 2), None
+
+    AttentionInterface.register("sparse_accuracy_reference", attend)
+    with torch.inference_mode():
+        dense = model(ids).logits[0].double().log_softmax(-1)
+        model.config._attn_implementation = "sparse_accuracy_reference"
+        sparse = model(ids).logits[0].double().log_softmax(-1)
+    kl = F.kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
+    row = rows[False, f"alpha {alpha}"]
+    assert row["inside"] == TOKENS // 2 - 256
+    assert row["inside_kl_sum"] == pytest.approx(float(kl[TOKENS // 2 : -256].sum()), rel=1e-2) and kl.max() > 1e-5
+    assert row["kl_sum"] == pytest.approx(float(kl[-1]), rel=1e-2, abs=1e-6)
+    assert row["density_sum"] == pytest.approx(counts[0] / counts[1], abs=1e-6) and row["density_sum"] < 1
+    every = rows[False, "all blocks, by the kernel"]
+    assert every["density_sum"] == 1.0 and every["inside_kl_sum"] < 1e-4 < row["inside_kl_sum"]
+    assert rows[True, "dense attention"]["density_sum"] == 1.0 and rows[True, "dense attention"]["compute_sum"] < 1
+    assert rows[True, f"alpha {alpha}"]["compute_sum"] < 1
+    suite.main(["--table", "--out", str(out)])
