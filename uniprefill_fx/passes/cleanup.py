@@ -6,7 +6,7 @@ from torch import fx
 
 from uniprefill_fx.passes.dataflow import written_nodes
 from uniprefill_fx.passes.node_utils import counts_blocks, is_selected
-from uniprefill_fx.torch_internals import moves_between_vmap_levels
+from uniprefill_fx.passes.operator_internals import moves_between_vmap_levels
 
 
 def clean(gm: fx.GraphModule) -> None:

@@ -1,6 +1,6 @@
 """Private APIs of PyTorch's dispatcher that reading and watching operators relies on, like `torch_internals`.
 
-`tests/test_writes.py` calls each on the torch at hand, `tests/test_torch_internals.py` the fused layers.
+`tests/test_writes.py` and `tests/test_torch_internals.py` call each on the torch at hand.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -20,7 +21,10 @@ __all__ = [
     "fused_layer",
     "has_kernel",
     "is_composite",
+    "moves_between_vmap_levels",
+    "schema_of",
     "storage_of",
+    "version_of",
     "watching",
     "without_modes",
 ]
@@ -88,3 +92,27 @@ def fused_attention() -> Any:
     Relies on its 13 arguments, the last the kind of its mask.
     """
     return torch._native_multi_head_attention
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to. Not for tensors made in inference mode.
+
+    Relies on `Tensor._version`.
+    """
+    return tensor._version
+
+
+def schema_of(op: Any) -> Any:
+    """The `torch.FunctionSchema` of an `OpOverload`: `name` ("aten::add"), `arguments`, `returns`; None for others.
+
+    Relies on `OpOverload._schema`.
+    """
+    return getattr(op, "_schema", None)
+
+
+def moves_between_vmap_levels(node: fx.Node) -> bool:
+    """Whether a node enters or leaves a level of `torch.vmap`: nobody reads it, and it must stay.
+
+    Relies on Dynamo tracing these as calls of functions of `torch._functorch`.
+    """
+    return (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")

@@ -21,9 +21,15 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.node_utils import arguments, meta
-from uniprefill_fx.passes.operator_internals import OpOverload, OpOverloadPacket, has_kernel, is_composite
+from uniprefill_fx.passes.operator_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    has_kernel,
+    is_composite,
+    moves_between_vmap_levels,
+    schema_of,
+)
 from uniprefill_fx.passes.watched_calls import watched
-from uniprefill_fx.torch_internals import moves_between_vmap_levels, schema_of
 
 log = logging.getLogger(__name__)
 
