@@ -83,11 +83,12 @@ class CompactLayer(DynamicLayer):
         if before == 0:
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
-        eager = not torch.compiler.is_compiling() and not leave_later(self.dropped_after)
-        if eager and not holds_all(positions, expected):
+        eager = not torch.compiler.is_compiling()
+        if eager and (not holds_all(positions, expected) or leave_later(self.dropped_after)):
             warn_of_eager_reads()
             self._mark_lengths()
-            return compact_view(keys, positions, before + new), compact_view(values, positions, before + new)
+            held = (positions, before + new, self.dropped_after)
+            return compact_view(keys, *held), compact_view(values, *held)
         view = torch.ops.uniprefill.logical_view
         seen = (positions, before + new, expected, self.dropped_after)
         return view(keys, *seen), view(values, *seen)
