@@ -196,7 +196,8 @@ def test_guidance_reads_last_rows() -> None:
 @pytest.mark.slow
 def test_what_bounds_and_calibrates_reads_last_rows() -> None:
     """One after the other, on one model: the numbers of rows that they read make no constant, and nobody is warned."""
-    model, options = tiny_llama(2), {"drop_layers": [0], "min_tokens": 0, "block_size": 16, "last_n": 32}
+    model = tiny_llama(2)
+    options: dict[str, Any] = {"drop_layers": [0], "min_tokens": 0, "block_size": 16, "last_n": 32}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="uniprefill: outputs of all positions")
         uniprefill_fx.error_bound(model, token_ids(200), p=0.7, **options)

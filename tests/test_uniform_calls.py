@@ -37,7 +37,14 @@ class Model(nn.Module):
         self.forward = noted
 
 
-def decoder(input_ids: Any, mask: Any = None, use_cache: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+def decoder(
+    input_ids: Any,
+    attention_mask: Any = None,
+    labels: Any = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int = 0,
+    **kwargs: Any,
+) -> Any:
     return input_ids
 
 
@@ -50,30 +57,31 @@ def reached(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tup
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"), [((X, Y), {}), ((X,), {"mask": Y}), ((), {"mask": Y, "input_ids": X, "logits_to_keep": 0})]
+    ("args", "kwargs"),
+    [((X, Y), {}), ((X,), {"attention_mask": Y}), ((), {"attention_mask": Y, "input_ids": X, "logits_to_keep": 0})],
 )
 def test_one_form(args: Any, kwargs: Any) -> None:
     got, named = reached(decoder, *args, **kwargs)
-    assert got == () and list(named) == ["input_ids", "mask", "use_cache", "logits_to_keep"]
-    assert named["input_ids"] is X and named["mask"] is Y and named["use_cache"] is None
+    assert got == () and list(named) == ["input_ids", "attention_mask", "use_cache", "logits_to_keep"]
+    assert named["input_ids"] is X and named["attention_mask"] is Y and named["use_cache"] is None
 
 
 def packed(*args: Any, **kwargs: Any) -> Any:
     return args
 
 
-def listed(input_ids: Any, scales: Any = (1, 2)) -> Any:
+def unnamed(input_ids: Any, /, mask: Any = None) -> Any:
     return input_ids
 
 
 @pytest.mark.parametrize(
     ("forward", "args", "kwargs"),
     [
-        (decoder, (X,), {"old_name_of_mask": Y}),  # a decorator may know it
+        (decoder, (X,), {"old_name_of_it": Y}),  # a decorator may know it
         (decoder, (X,), {"return_dict": True}),  # no config that says what is usual
         (packed, (X, Y), {}),
         (packed, (X,), {"mask": Y}),
-        (listed, (X,), {}),
+        (unnamed, (X, Y), {}),
     ],
 )
 def test_what_is_left_as_it_was_written(forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -81,7 +89,7 @@ def test_what_is_left_as_it_was_written(forward: Callable[..., Any], args: Any, 
     assert len(got) == len(args) and all(a is b for a, b in zip(got, args, strict=True)) and named == kwargs
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X,), {"input_ids": Y}), ((X, Y, None, 0, 1), {})])
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X,), {"input_ids": Y}), ((X, Y, None, None, 0, 1), {})])
 def test_wrong_calls_raise_what_python_raises(args: Any, kwargs: Any) -> None:
     with pytest.raises(TypeError):
         reached(decoder, *args, **kwargs)
@@ -98,7 +106,7 @@ def test_a_column_of_a_longer_tensor_has_strides_of_its_own() -> None:
     ids = torch.arange(6).reshape(1, 6)
     _, named = reached(decoder, ids[:, 2:3], ids[:, 1:])
     assert named["input_ids"].tolist() == [[2]] and named["input_ids"].stride() == (1, 1)
-    assert named["mask"].tolist() == [[1, 2, 3, 4, 5]] and named["mask"].stride() == (5, 1)
+    assert named["attention_mask"].tolist() == [[1, 2, 3, 4, 5]] and named["attention_mask"].stride() == (5, 1)
 
 
 def compiled() -> tuple[Any, EagerReference]:

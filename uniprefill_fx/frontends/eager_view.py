@@ -17,7 +17,6 @@ out. Any other operator raises `CompactCacheError`: nothing computes with a hole
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from uniprefill_fx.errors import CompactCacheError
+from uniprefill_fx.runtime.warn_once import warn_once
 from uniprefill_fx.torch_internals import as_plain_tensors, recompile_limit
-
-_warned = False
 
 
 class CompactView(Tensor):
@@ -119,12 +117,9 @@ def _running_layer() -> int | None:
 
 def warn_of_eager_reads() -> None:
     """Once a process: a compact cache is read by eager code, which is right and slow."""
-    global _warned
-    if _warned:
-        return
-    _warned = True
-    warnings.warn(
-        "uniprefill: a compact KV cache is read by code that runs eagerly. Its answers are right, but slow. If the "
+    warn_once(
+        "eager reads",
+        "a compact KV cache is read by code that runs eagerly. Its answers are right, but slow. If the "
         f"model is compiled, Dynamo reached its limit of {recompile_limit()} graphs for one function; raise "
         "torch._dynamo.config.recompile_limit (TORCH_LOGS=recompiles tells what each graph is for).",
         stacklevel=3,

@@ -1,8 +1,8 @@
 """Calls of a compiled model in one form: Dynamo guards how a call is written, and each way would be a graph more.
 
     model(ids, attention_mask=mask)                       forward(input_ids=ids, attention_mask=mask, position_ids=None,
-    model(attention_mask=mask, input_ids=ids)       ->            past_key_values=None, ..., logits_to_keep=0)
-    model(ids, attention_mask=mask, return_dict=True)
+    model(attention_mask=mask, input_ids=ids)       ->            past_key_values=None, use_cache=None,
+    model(ids, attention_mask=mask, return_dict=True)             logits_to_keep=0)
 
 Prompts and steps are compiled apart as well, where torch counts graphs by `torch.compile` call (2.13): each has its own
 limit, so that however many kinds of prompts there are, a step finds room.
@@ -11,7 +11,7 @@ limit, so that however many kinds of prompts there are, a step finds room.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from uniprefill_fx.torch_internals import compile_call, has_hooks, set_compiled_call
 
-_PLAIN = (type(None), bool, int, float, str)  # defaults that Dynamo guards by value
-_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+# What callers of transformers' decoders pass or leave out; to leave it out means its default, None or a number.
+USUAL = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 
 
 class UniformCalls:
@@ -45,25 +45,25 @@ class UniformCalls:
         return (self.steps if _is_step(kwargs.get("past_key_values")) else self.prompts)(*args, **kwargs)
 
     def _uniform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The same call by keywords, with the defaults spelled out; None where that could mean something else."""
+        """The same call by keywords, with usual defaults spelled out; None where that could mean something else."""
         defaults = self._defaults()
         if _says_the_default(self.module, kwargs, defaults):
             kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
         named = dict(zip(defaults, args, strict=False)) | kwargs
-        full = defaults | named
         # A keyword that `forward` does not name may be read by a decorator of it.
-        unknown = len(named) < len(args) + len(kwargs) or len(full) > len(defaults)
-        if unknown or any(value is Parameter.empty for value in full.values()):
+        if len(named) < len(args) + len(kwargs) or not named.keys() <= defaults.keys():
             return None
-        return {name: _usual_strides(value) for name, value in full.items()}
+        usual = {name: defaults[name] for name in USUAL if isinstance(defaults.get(name, ...), type(None) | int)}
+        full = usual | named
+        return {name: _usual_strides(full[name]) for name in defaults if name in full}
 
     def _defaults(self) -> dict[str, Any]:
-        """By name, those of `forward` as it is now; nothing where a call by name could not spell them out."""
+        """By name, those of `forward` as it is now; nothing where it takes arguments that have no name."""
         forward: Any = getattr(self.module.forward, "__func__", self.module.forward)
         if forward is not self.forward:
             every = [p for p in signature(self.module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-            plain = all(p.kind in _NAMED and (p.default is p.empty or isinstance(p.default, _PLAIN)) for p in every)
-            self.defaults = {p.name: p.default for p in every} if plain else {}
+            nameless = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in every)
+            self.defaults = {} if nameless else {p.name: p.default for p in every}
             self.forward = forward
         return self.defaults
 
