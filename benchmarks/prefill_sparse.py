@@ -7,7 +7,7 @@ The model, its random weights and what is dropped are those of `prefill.py`. Ran
 density is imposed: at each length `sparse_alpha` is searched until the computed part of the causal blocks is that of
 structured attention (`--densities`; of `block_sparse.py`'s inputs unless given). Means, energies, lists and attention
 over them really run; what is chosen means nothing. *Sparse* keeps every token by keep_ratio 1, so it pays for scoring.
-The limits are the times measured without sparsity (*dense*; *dropped* for both) less the attention that is not computed:
+The limits are the times measured without sparsity (*dense*; *dropped* for both) less the attention left out:
 SDPA's own time, measured at the rows that each layer has, times one less the density.
 """
 

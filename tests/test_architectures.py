@@ -220,13 +220,18 @@ def test_keys_that_later_layers_share() -> None:
         cache, logits = out.past_key_values, [out.logits]
         call = uniprefill_fx.last_call()
         assert call is not None and call.dropped and torch.equal(call.kept_indices[3], want.kept[3])
-        with pytest.raises(CompactCacheError):
-            stock(ids[:, length:], past_key_values=copy.deepcopy(cache))
+        eagerly = stock(ids[:, length:], past_key_values=copy.deepcopy(cache)).logits
         for at in (length, length + 1):
             logits.append(model(ids[:, at : at + 1], past_key_values=cache).logits)
         assert_near(torch.cat(logits, dim=1)[0], want.logits)
+        assert_near(eagerly[0], want.logits[1:])  # each layer sees what entered it, in code that is not compiled too
         assert_differs(logits[-1][0], stock(ids).logits[0, -1:])
-    assert_cache_holds(cache, model.config, want.rows, 2)
+        assert_cache_holds(cache, model.config, want.rows, 2)
+        for module in stock.modules():
+            if getattr(module, "layer_idx", 0) >= 4:
+                module.layer_idx = None
+        with pytest.raises(CompactCacheError, match="the keys of an earlier one"):  # nothing says which tokens it sees
+            stock(ids[:, length:], past_key_values=copy.deepcopy(cache))
 
 
 @pytest.mark.slow

@@ -21,10 +21,10 @@ from torch import Tensor, fx
 
 from uniprefill_fx.backend import Compilation
 from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.passes.operator_internals import schema_of
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.prefill import Prefill
 from uniprefill_fx.tools.isolated import isolated
-from uniprefill_fx.torch_internals import schema_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 NAME = "needle-gemma3"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LLAMA_FIRST, compiled
+from cases import LLAMA_FIRST, compiled, graphs
 from eager_reference import EagerReference
 from exactness import Compiled, assert_differs, assert_dropped, assert_near
 from tiny import tiny_llama, token_ids
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, QuantizedLayer
 
 import uniprefill_fx
+from uniprefill_fx.frontends.cache import CompactLayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -31,6 +32,33 @@ class Int8Layer(QuantizedLayer):
     def _dequantize(self, quantized: Any) -> Tensor:
         rounded, scale = quantized
         return rounded.float() * scale
+
+
+def test_what_eager_code_leaves_has_the_strides_of_its_sizes() -> None:
+    """Strides are guarded: those of a single request would else be those of the rows that are gone."""
+    layer = CompactLayer()
+    layer.update(torch.randn(2, 1, 9, 4), torch.randn(2, 1, 9, 4))
+    assert layer.positions is not None
+    layer.positions[0] = torch.tensor([-1, -1, 0, 1, 2, 3, 5, 7, 8])  # it kept fewer than the other one
+    layer.batch_select_indices(torch.tensor([0]))
+    assert layer.positions.tolist() == [[0, 1, 2, 3, 5, 7, 8]]
+    for _ in range(2):
+        for tensor in (layer.keys, layer.values, layer.positions, layer.timeline):
+            assert tensor is not None and tensor.stride() == torch.empty(tensor.shape).stride()
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        layer.crop(-2)
+    assert layer.positions.tolist() == [[0, 1, 2, 3]] and layer.get_seq_length() == 5
+
+
+@torch.no_grad()
+def test_steps_behind_a_prompt_of_one_token_share_a_graph() -> None:
+    """The first step reads one row, which torch takes for a number; all later ones read rows of any number."""
+    model, ids, cache = compiled(), token_ids(5), None
+    for at in range(5):
+        out = model.model(ids[:, at : at + 1].clone(), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        assert_near(out.logits, model.dense(ids[:, : at + 1], logits_to_keep=1).logits)
+    assert graphs() == 3
 
 
 def test_a_quantised_cache_stays_dense() -> None:

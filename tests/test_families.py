@@ -171,3 +171,34 @@ def test_a_copy_says_that_it_is_not_compiled(how: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(twin)
+
+
+@torch.no_grad()
+def test_guidance_reads_last_rows() -> None:
+    """Frozen logits are worth a word where all of a prompt were asked for: guidance does that of a negative prompt."""
+    model, ids, other = uniprefill_fx.compile(tiny_llama(2), **options_of(SPEC)), token_ids(300), token_ids(280, seed=1)
+    call: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="uniprefill")
+        for _ in range(2):
+            model.generate(ids, guidance_scale=1.5, **call)
+            for count in (1, 4):  # no constant any more
+                model(ids, logits_to_keep=count)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.generate(ids, guidance_scale=1.5, negative_prompt_ids=other, **call)
+            model(ids, logits_to_keep=1)
+    said = [str(w.message) for w in caught if str(w.message).startswith("uniprefill")]
+    assert len(said) == 1 and "outputs of all positions" in said[0], said
+
+
+@pytest.mark.slow
+def test_what_bounds_and_calibrates_reads_last_rows() -> None:
+    """One after the other, on one model: the numbers of rows that they read make no constant, and nobody is warned."""
+    model = tiny_llama(2)
+    options: dict[str, Any] = {"drop_layers": [0], "min_tokens": 0, "block_size": 16, "last_n": 32}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="uniprefill: outputs of all positions")
+        uniprefill_fx.error_bound(model, token_ids(200), p=0.7, **options)
+        uniprefill_fx.calibrate(model, [token_ids(220)], **options)

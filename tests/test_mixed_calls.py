@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,12 +14,13 @@ from cases import BUILD, graphs
 from exactness import options_of
 from tiny import tiny_llama, token_ids
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import uniprefill_fx
 
 Call = Callable[[Any], Tensor]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def generated(model: Any, ids: Tensor, **call: Any) -> Tensor:
@@ -100,52 +103,130 @@ ORDERS: dict[str, Sequence[Call]] = {
 }
 
 
-def model_of(name: str = "llama") -> Any:
+# In the order of the calls above. Where a line says "torch", stock torch.compile needs a graph there as well.
+GRAPHS = (
+    "a prompt",
+    "a step",
+    "prompts of a batch",  # torch: a batch of 1 is no symbol; beams, returns and padding share what follows
+    "steps of a batch",
+    "a prompt whose last k rows are read",  # torch: its linear layers ask whether k is 1
+    "drafts",  # torch: one token or several; prompt lookup and assisted decoding share it
+    "a prompt of one token",  # guidance; torch: sizes of 1, and no position_ids
+    "a step over one row",  # torch: the same
+    "steps without position_ids",  # those of guidance
+    "a prompt without a cache",
+    "a second turn",  # drafts of which the last row alone is read: k is 1
+    "a chunk: no mask, no position_ids",
+    "a later chunk",
+    "all logits, the model makes its cache",
+)
+MOST = {"uniprefill_fx.compile": len(GRAPHS), "model.compile": len(GRAPHS) + 1}  # strides of ids that guidance cut out
+WAYS = list(MOST)
+OWN_LIMITS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
+
+
+def model_of(way: str = "model.compile", name: str = "llama") -> Any:
     build, spec = BUILD[name]
     model = build()
-    model.compile(backend="uniprefill", options=options_of(spec))
-    return model
+    if way == "model.compile":
+        model.compile(backend="uniprefill", options=options_of(spec))
+        return model
+    return uniprefill_fx.compile(model, **options_of(spec))
 
 
-def in_a_fresh_process(calls: Sequence[Call]) -> Iterator[Tensor]:
-    for call in calls:
-        torch._dynamo.reset()
-        yield call(model_of())
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_of_calls(order: str) -> None:
-    calls = ORDERS[order]
-    want = list(in_a_fresh_process(calls))
+def in_a_fresh_process(call: Call) -> Tensor:
     torch._dynamo.reset()
-    model = model_of()
+    try:
+        return call(model_of())
+    finally:
+        torch._dynamo.reset()
+
+
+@cache
+def answers(order: str) -> list[tuple[Tensor, Tensor]]:
+    """What each call says in a process of its own, and what the stock model says to it."""
+    build = BUILD["llama"][0]
+    both = [(in_a_fresh_process(call), call(build())) for call in ORDERS[order]]
+    assert any(not torch.equal(dropped, stock) for dropped, stock in both)
+    return both
+
+
+@cache
+def everyday_answers() -> list[Tensor]:
+    return [in_a_fresh_process(call) for call in EVERYDAY.values()]
+
+
+def check(model: Any, order: str, dense: Sequence[bool] = ()) -> None:
+    """One call after the other: that of a fresh process where the prompt dropped, else the stock model's.
+
+    dense: by call, that it is to be the stock model's.
+    """
+    for i, (call, (dropped, stock)) in enumerate(zip(ORDERS[order], answers(order), strict=True)):
+        before = uniprefill_fx.last_call()
+        tokens, after = call(model), uniprefill_fx.last_call()
+        eager = after is None or after is before
+        assert eager or (after is not None and after.dropped)
+        assert not dense or dense[i] == eager
+        assert torch.equal(tokens, stock if eager else dropped), f"call {i}, eager={eager}"
+
+
+@pytest.fixture
+def _compiled_only() -> Iterator[None]:
+    """No step reads its cache eagerly."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="uniprefill: a compact KV cache is read by code that runs eagerly")
-        for call, tokens in zip(calls, want, strict=True):
-            assert torch.equal(call(model), tokens)
+        yield
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+LIMITS = [
+    pytest.param(order, limit, marks=() if (order, limit) == ("assisted", 1) else pytest.mark.slow)
+    for order in ORDERS
+    for limit in (1, 2, 3)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_compiled_only")
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_orders_of_calls(way: str, order: str) -> None:
+    answers(order)
+    check(model_of(way), order, [False] * len(ORDERS[order]))
+
+
+@pytest.mark.parametrize(("order", "limit"), LIMITS)
 def test_orders_with_few_graphs(order: str, limit: int) -> None:
-    """A prefill that finds no graph is the stock model's; one that does drops, and its steps go on from there."""
-    calls, build = ORDERS[order], BUILD["llama"][0]
-    fresh, stock = list(in_a_fresh_process(calls)), [call(build()) for call in calls]
-    torch._dynamo.reset()
-    model = model_of()
+    """A prompt that finds no graph is the stock model's; one that does drops, and its steps go on from there."""
+    answers(order)
     with torch._dynamo.config.patch(recompile_limit=limit):
-        for call, dropped, dense in zip(calls, fresh, stock, strict=True):
-            tokens = call(model)
-            assert torch.equal(tokens, dropped) or torch.equal(tokens, dense)
+        check(model_of(), order)
 
 
-def test_everyday_calls_share_graphs() -> None:
-    model = model_of()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for call in EVERYDAY.values():
-            call(model)
-    assert graphs() <= MOST, graphs()
-    assert uniprefill_fx.last_call() is not None
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_stances(order: str, stance: str) -> None:
+    """Cold, nothing is compiled; warm, `eager_on_recompile` uses the graphs that are there."""
+    answers(order)
+    model, calls = model_of(), len(ORDERS[order])
+    with torch.compiler.set_stance(stance):
+        check(model, order, [True] * calls)
+    check(model, order, [False] * calls)
+    with torch.compiler.set_stance(stance):
+        check(model, order, [stance == "force_eager"] * calls)
+    check(model, order, [False] * calls)
 
 
-MOST = 17
+@pytest.mark.slow
+@pytest.mark.usefixtures("_compiled_only")
+@pytest.mark.parametrize("way", WAYS)
+def test_everyday_calls_share_graphs(way: str) -> None:
+    """With `uniprefill_fx.compile` they fit Dynamo's limit; stock torch.compile makes 16 graphs of them."""
+    want = everyday_answers()
+    counters.clear()
+    model = model_of(way)
+    limit = torch._dynamo.config.recompile_limit if way == "uniprefill_fx.compile" and OWN_LIMITS else 64
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for (name, call), tokens in zip(EVERYDAY.items(), want, strict=True):
+            assert torch.equal(call(model), tokens), name
+    assert graphs() <= MOST[way]

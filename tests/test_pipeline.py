@@ -25,10 +25,10 @@ BELOW = {
     "kernels": set(),
     "ops": {"kernels"},
     "passes": {"ops"},
-    "frontends": {"ops", "passes"},
     "lowering": {"ops", "passes", "kernels"},
     "runtime": {"ops", "passes", "lowering"},
-    "tools": {"ops", "passes", "lowering", "runtime", "pipeline", "api", "frontends"},
+    "frontends": {"ops", "passes", "runtime"},
+    "tools": {"kernels", "ops", "passes", "lowering", "runtime", "pipeline", "api", "frontends"},
 }
 
 

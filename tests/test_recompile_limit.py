@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 
 import uniprefill_fx
 from uniprefill_fx import CompactCacheError
-from uniprefill_fx.frontends import eager_reads, eager_view
+from uniprefill_fx.frontends import eager_reads
 from uniprefill_fx.frontends.eager_view import compact_view
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -111,9 +111,8 @@ def answer(model: Compiled, ids: Tensor, steps: int = 5) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_steps_that_find_no_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_find_no_graph(name: str) -> None:
     """One graph in all, the prefill: every step runs eagerly, and one warning says what to raise."""
-    monkeypatch.setattr(eager_view, "_warned", False)
     model, ids = compiled(name), token_ids(300)
     with LIMIT_1, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

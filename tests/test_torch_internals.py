@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import logging
 import re
 import types
@@ -114,13 +115,46 @@ def test_graphs_of_the_code_that_is_traced() -> None:
         assert internals.recompile_limit() == 3
 
 
+def test_calls_with_a_limit_of_their_own() -> None:
+    """Graphs are counted by the fullest limit; before torch 2.13 there is one for all."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    module, isolated = Module(), "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    first, second = (internals.compile_call(module, backend="eager", dynamic=False) for _ in range(2))
+    for call, counts in ((first, (2, 3)), (second, (4,))):
+        for count in counts:
+            assert call(torch.ones(count)).tolist() == [2.0] * count
+    assert internals.graphs_of(Module.forward.__code__) == (2 if isolated else 3)
+    internals.set_compiled_call(module, lambda x: x - 1)
+    assert module(torch.ones(2)).tolist() == [0.0, 0.0] and internals.is_compiled_in_place(module)
+
+
+def test_hooks_of_a_module_and_of_all() -> None:
+    module = torch.nn.Linear(2, 2)
+    shared = torch.nn.modules.module
+    for register in (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        shared.register_module_forward_hook,
+        shared.register_module_forward_pre_hook,
+    ):
+        assert not internals.has_hooks(module)
+        handle = register(lambda *args: None)
+        assert internals.has_hooks(module)
+        handle.remove()
+    assert not internals.has_hooks(module)
+
+
 def test_subclasses_that_are_taken_for_plain_tensors() -> None:
     class Refusing(Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError
 
-    with internals.as_plain_tensors():
+    with operator_internals.as_plain_tensors():
         assert bool((torch.ones(2).as_subclass(Refusing) + 1 == 2).all())
 
 
@@ -327,23 +361,23 @@ def test_dispatch_in_python() -> None:
 
 def test_versions() -> None:
     tensor = torch.zeros(4)
-    before = internals.version_of(tensor)
-    assert internals.version_of(tensor) == before
+    before = operator_internals.version_of(tensor)
+    assert operator_internals.version_of(tensor) == before
     tensor[1:].add_(1)
-    assert internals.version_of(tensor) > before
+    assert operator_internals.version_of(tensor) > before
 
 
 def test_schemas() -> None:
-    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
+    schema = operator_internals.schema_of(torch.ops.aten.add_.Tensor)
     assert schema.name == "aten::add_" and [a.name for a in schema.arguments] == ["self", "other", "alpha"]
     assert [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments] == [True, False, False]
-    assert internals.schema_of(torch.add) is None
+    assert operator_internals.schema_of(torch.add) is None
 
 
 @pytest.mark.parametrize("name, op, count", FUSED, ids=["layer", "attention"])
 def test_fused_ops_take_what_the_passes_read_by_its_place(name: str, op: Callable[[], Any], count: int) -> None:
     assert op() is getattr(torch, name)
-    arguments = internals.schema_of(getattr(torch.ops.aten, name).default).arguments
+    arguments = operator_internals.schema_of(getattr(torch.ops.aten, name).default).arguments
     assert len(arguments) == count and arguments[-1].name == "mask_type"
 
 

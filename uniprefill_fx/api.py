@@ -11,6 +11,7 @@ from torch import nn
 
 from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig, preset_for
+from uniprefill_fx.frontends.uniform_calls import compile_uniformly
 from uniprefill_fx.runtime.copies import note_compiled
 from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
 from uniprefill_fx.torch_internals import compiled_module
@@ -54,7 +55,7 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
     if isinstance(model, nn.Module):
         inside: Any = getattr(model, "get_base_model", None)  # peft: `generate` of the wrapper is the inner model's
         for module in (inside(), model) if callable(inside) else (model,):
-            module.compile(backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
+            compile_uniformly(module, backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)
             note_compiled(module)
         return model
     return torch.compile(model, backend="uniprefill", fullgraph=fullgraph, dynamic=dynamic, options=chosen)

@@ -181,7 +181,8 @@ def compile_graph(
             _failed(c, error, "rewriting failed, the prompt stays dense")
             c.plan, c.after = replace(c.plan, drops=(), sparse=()), None
     if c.run is None:
-        c.run = Undropped(_without_drops(c), LengthMarks(gm), c.plan.prefill, c.plan.refusals)
+        marks = LengthMarks(gm)  # before the views of cache layers are gone
+        c.run = Undropped(_without_drops(c), marks, c.plan.prefill, c.plan.refusals)
     for refusal in c.plan.refusals if c.plan.prefill else ():
         log.info("stays dense: %s", refusal)
     trace_log.note(c.plan, c.after, c.seconds)

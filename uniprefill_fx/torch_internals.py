@@ -1,4 +1,4 @@
-"""Every private API of PyTorch that the package relies on, one function each; nothing else in the package uses any.
+"""Private APIs of PyTorch that the package relies on, one function each; nothing else in the package uses any.
 
 `tests/test_torch_internals.py` calls each on the torch at hand and fails on private uses elsewhere. What each looks
 like in the oldest and newest torch, and what changes next, is written in `docs/torch-versions.md`.
@@ -6,7 +6,9 @@ like in the oldest and newest torch, and what changes next, is written in `docs/
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +26,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, guard_scalar, statically_known_true
+from torch.nn.modules import module as nn_module
 from torch.utils._sympy.functions import FloorDiv
 
 # Dynamo: the frame and the backend of the compilation that is under way
@@ -138,8 +141,12 @@ def traced_code() -> Any:
 
 
 def graphs_of(code: Any) -> int:
-    """How many graphs Dynamo holds of a code object. Relies on `_debug_get_cache_entry_list`."""
-    return len(eval_frame._debug_get_cache_entry_list(code))
+    """How many graphs Dynamo holds of a code object, by the limit that is fullest: see `compile_call`.
+
+    Relies on `_debug_get_cache_entry_list`, and on `isolate_recompiles_id` of its entries (since torch 2.13).
+    """
+    entries = eval_frame._debug_get_cache_entry_list(code)
+    return max(Counter(getattr(entry, "isolate_recompiles_id", -1) for entry in entries).values(), default=0)
 
 
 # torch.compile: what it wraps
@@ -156,6 +163,27 @@ def compiled_module(model: Any) -> Any:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called. Relies on `Module._compiled_call_impl`."""
     return module._compiled_call_impl is not None
+
+
+def compile_call(module: torch.nn.Module, **options: Any) -> Callable[..., Any]:
+    """What `module.compile(**options)` makes, with a limit of graphs of its own where torch has that (since 2.13).
+
+    Relies on `Module._call_impl`, and on the argument `isolate_recompiles` of `torch.compile`.
+    """
+    known = inspect.signature(torch.compile).parameters
+    own: dict[str, Any] = {name: True for name in ("isolate_recompiles",) if name in known}
+    return torch.compile(module._call_impl, **own, **options)
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Have calls of a module go to `call`, as `compile()` does. Relies on `Module._compiled_call_impl`."""
+    module._compiled_call_impl = call
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook looks at calls of a module. Relies on where `torch.nn` keeps those of modules, and global ones."""
+    shared = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+    return any((module._forward_pre_hooks, module._forward_hooks, *shared))
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,18 +259,12 @@ def traced_size(size: torch.SymInt) -> int:
 
 
 def is_known_negative(size: torch.SymInt) -> bool:
-    """Whether what is guarded already says that a SymInt is below 0; nothing is guarded anew.
-
-    Relies on `torch.fx.experimental.symbolic_shapes.statically_known_true`.
-    """
+    """Whether guards already say that a SymInt is below 0; none is added. Relies on `statically_known_true`."""
     return bool(statically_known_true(size < 0))
 
 
 def traced_number(number: torch.SymFloat) -> float:
-    """The number that a SymFloat was traced with; the graph then holds for it alone.
-
-    Relies on `torch.fx.experimental.symbolic_shapes.guard_scalar`.
-    """
+    """The number that a SymFloat was traced with; the graph then holds for it alone. Relies on `guard_scalar`."""
     return float(guard_scalar(number))
 
 
@@ -266,30 +288,6 @@ def dispatch_in_python() -> AbstractContextManager[Any]:
     """
     context: AbstractContextManager[Any] = enable_python_dispatcher()
     return context
-
-
-def as_plain_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors of a subclass are ordinary ones to every operator: what `__torch_function__` does its work in.
-
-    Relies on `torch._C.DisableTorchFunctionSubclass`.
-    """
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written to. Not for tensors made in inference mode.
-
-    Relies on `Tensor._version`.
-    """
-    return tensor._version
-
-
-def schema_of(op: Any) -> Any:
-    """The `torch.FunctionSchema` of an `OpOverload`: `name` ("aten::add"), `arguments`, `returns`; None for others.
-
-    Relies on `OpOverload._schema`.
-    """
-    return getattr(op, "_schema", None)
 
 
 def log_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -28,6 +28,11 @@ from uniprefill_fx.ops.cache import NEVER, holds_all, leave_later
 from uniprefill_fx.torch_internals import mark_maybe_dynamic
 
 
+def _copy(part: Tensor) -> Tensor:
+    """In memory of its own, with the strides of its sizes: those of a single request would else be the whole's."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
 class CompactLayer(DynamicLayer):
     """A full-attention cache layer whose rows are a subset of the tokens seen.
 
@@ -78,11 +83,12 @@ class CompactLayer(DynamicLayer):
         if before == 0:
             return keys, values
         expected = before + new if rows is None else min(before, rows) + new
-        eager = not torch.compiler.is_compiling() and not leave_later(self.dropped_after)
-        if eager and not holds_all(positions, expected):
+        eager = not torch.compiler.is_compiling()
+        if eager and (not holds_all(positions, expected) or leave_later(self.dropped_after)):
             warn_of_eager_reads()
             self._mark_lengths()
-            return compact_view(keys, positions, before + new), compact_view(values, positions, before + new)
+            held = (positions, before + new, self.dropped_after)
+            return compact_view(keys, *held), compact_view(values, *held)
         view = torch.ops.uniprefill.logical_view
         seen = (positions, before + new, expected, self.dropped_after)
         return view(keys, *seen), view(values, *seen)
@@ -96,10 +102,8 @@ class CompactLayer(DynamicLayer):
     def _keep_last(self, rows: int) -> None:
         assert self.keys is not None and self.values is not None and self.positions is not None
         # Copies, not views: a view would keep all rows alive, and its strides would fix the prompt length in a trace.
-        own = torch.contiguous_format
-        self.keys = self.keys[:, :, -rows:].clone(memory_format=own)
-        self.values = self.values[:, :, -rows:].clone(memory_format=own)
-        self.positions = self.positions[:, -rows:].clone(memory_format=own)
+        self.keys, self.values = _copy(self.keys[:, :, -rows:]), _copy(self.values[:, :, -rows:])
+        self.positions = _copy(self.positions[:, -rows:])
 
     def get_seq_length(self) -> int:
         """Tokens seen, dropped ones included."""
@@ -121,10 +125,8 @@ class CompactLayer(DynamicLayer):
         rows = int(own.max())
         if rows == int(own.min()):
             # Copies, as rows are after an update: a view brings its base along, which would be one more graph of a step
-            self.keys, self.values = (
-                x[:, :, :rows].clone(memory_format=torch.contiguous_format) for x in (self.keys, self.values)
-            )
-            self.positions = self.positions[:, :rows].clone()
+            self.keys, self.values = _copy(self.keys[:, :, :rows]), _copy(self.values[:, :, :rows])
+            self.positions = _copy(self.positions[:, :rows])
         else:  # inside a prompt, requests hold different numbers of rows before the cut: padding takes up the slack
             source = torch.arange(rows, device=own.device) + (own - rows)
             padding, source = source < 0, source.clamp(min=0)
@@ -132,9 +134,9 @@ class CompactLayer(DynamicLayer):
             request = torch.arange(source.shape[0], device=own.device)[:, None]
             self.keys = self.keys.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
             self.values = self.values.transpose(1, 2)[request, source].transpose(1, 2).contiguous()
-        self.timeline = self.timeline[:keep].clone()
+        self.timeline = _copy(self.timeline[:keep])
         if self.dropped_after is not None:
-            self.dropped_after = self.dropped_after[:, :keep].clone()
+            self.dropped_after = _copy(self.dropped_after[:, :keep])
         self._mark_lengths()
 
     def _mark_lengths(self) -> None:
@@ -157,8 +159,8 @@ class CompactLayer(DynamicLayer):
             # decode takes all rows of a single request for tokens
             assert self.keys is not None and self.values is not None
             padding = int((self.positions < 0).sum())
-            self.keys, self.values = (x[:, :, padding:].contiguous() for x in (self.keys, self.values))
-            self.positions = self.positions[:, padding:].contiguous()
+            self.keys, self.values = _copy(self.keys[:, :, padding:]), _copy(self.values[:, :, padding:])
+            self.positions = _copy(self.positions[:, padding:])
         self._mark_lengths()
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -19,8 +19,6 @@ _KEEP_WEIGHTS = {eager_rules.move, eager_rules.take, eager_rules.laid_out, eager
 
 def unreadable_eagerly(graph: fx.Graph) -> str | None:
     """What in a prefill, as Dynamo traced it, eager code could not do on a compact cache; None: it can read one."""
-    if any(is_op(node, "dropped_after_layer") for node in graph.nodes):
-        return "layers that read the keys of an earlier one"
     stored = [node.args[1:3] for node in graph.nodes if is_op(node, "bind_positions")]
     weights = {node: False for pair in stored for node in pair}  # by node with holes: whether they are weights
     for node in graph.nodes:

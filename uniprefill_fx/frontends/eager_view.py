@@ -16,17 +16,17 @@ out. Any other operator raises `CompactCacheError`: nothing computes with a hole
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from uniprefill_fx.errors import CompactCacheError
-from uniprefill_fx.torch_internals import as_plain_tensors, recompile_limit
-
-_warned = False
+from uniprefill_fx.passes.operator_internals import as_plain_tensors
+from uniprefill_fx.runtime.warn_once import warn_once
+from uniprefill_fx.torch_internals import recompile_limit
 
 
 class CompactView(Tensor):
@@ -35,10 +35,15 @@ class CompactView(Tensor):
     Attributes:
         held: bool, of the same shape: which elements are there. The others are finite numbers without a meaning.
         weights: what attention gives each token: 0 where nothing is held, so that products with values are exact.
+        dropped_after: (batch, tokens seen) int64, of a cache layer that later layers read too: the decoder layer behind
+            which each token was dropped. What a reader holds is then decided when it reads.
+        reader: the decoder layer that this was computed in from such a view; None: from none.
     """
 
     held: Tensor
     weights: bool
+    dropped_after: Tensor | None
+    reader: int | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -46,17 +51,23 @@ class CompactView(Tensor):
 
         with as_plain_tensors():
             rule = RULES.get(func)
-            if rule is None and any(isinstance(x, CompactView) and not x.weights for x in flat((args, kwargs or {}))):
+            args, kwargs, reader = _read_by_layer(rule, args, kwargs or {})
+            if rule is None and any(isinstance(x, CompactView) and not x.weights for x in flat((args, kwargs))):
                 raise not_understood(getattr(func, "__name__", str(func)))
             if rule is None:  # nothing is missing from weights: what is not held got none
-                return func(*plain(args), **plain(kwargs or {}))
-            return rule(func, *args, **(kwargs or {}))
+                return func(*plain(args), **plain(kwargs))
+            result = rule(func, *args, **kwargs)
+            for view in flat(result):
+                if isinstance(view, CompactView):
+                    view.reader = reader
+            return result
 
 
-def compact_view(stored: Tensor, positions: Tensor, seen: int) -> Tensor:
+def compact_view(stored: Tensor, positions: Tensor, seen: int, dropped_after: Tensor | None = None) -> Tensor:
     """The rows of a layer, (batch, heads, rows, dim), as a `CompactView` of (batch, heads, seen, dim).
 
-    positions: (batch, rows) int64, -1 for rows that are padding.
+    positions: (batch, rows) int64, -1 for rows that are padding. dropped_after: (batch, seen) int64, where later
+    layers read this one too.
     """
     request = torch.arange(positions.shape[0], device=positions.device)[:, None]
     places = positions.masked_fill(positions < 0, seen)  # padding goes into a row that is cut off again
@@ -65,17 +76,51 @@ def compact_view(stored: Tensor, positions: Tensor, seen: int) -> Tensor:
     held = torch.zeros(positions.shape[0], seen + 1, dtype=torch.bool, device=stored.device)
     held[request, places] = True
     view = view[..., :seen, :]
-    return view_of(view, held[:, None, :seen, None].expand(view.shape))
+    whole = view_of(view, held[:, None, :seen, None].expand(view.shape))
+    whole.dropped_after = dropped_after
+    return whole
+
+
+def _read_by_layer(rule: Any, args: Any, kwargs: Any) -> tuple[Any, Any, int | None]:
+    """The same arguments, with views of shared cache layers as the layer sees them whose attention runs now, and which.
+
+    Raises:
+        CompactCacheError: that layer is not known, or a view was computed in another one.
+    """
+    from uniprefill_fx.frontends.eager_rules import metadata
+
+    views = [x for x in flat((args, kwargs)) if isinstance(x, CompactView)]
+    if rule is metadata or all(x.dropped_after is None and x.reader is None for x in views):
+        return args, kwargs, None
+    layer = _running_layer()
+    if layer is None or any(x.reader not in (None, layer) for x in views):
+        raise not_understood("a layer that reads the keys of an earlier one in a way of its own")
+
+    def seen(x: Any) -> Any:
+        if not isinstance(x, CompactView) or x.dropped_after is None:
+            return x
+        return view_of(x.as_subclass(Tensor), x.held & (x.dropped_after >= layer)[:, None, :, None])
+
+    return _mapped(args, seen), _mapped(kwargs, seen), layer
+
+
+def _running_layer() -> int | None:
+    """The number of the decoder layer whose attention is further up the stack: that of the module that runs there."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        number = getattr(module, "layer_idx", None) if isinstance(module, nn.Module) else None
+        if isinstance(number, int):
+            return number
+        frame = frame.f_back
+    return None
 
 
 def warn_of_eager_reads() -> None:
     """Once a process: a compact cache is read by eager code, which is right and slow."""
-    global _warned
-    if _warned:
-        return
-    _warned = True
-    warnings.warn(
-        "uniprefill: a compact KV cache is read by code that runs eagerly. Its answers are right, but slow. If the "
+    warn_once(
+        "eager reads",
+        "a compact KV cache is read by code that runs eagerly. Its answers are right, but slow. If the "
         f"model is compiled, Dynamo reached its limit of {recompile_limit()} graphs for one function; raise "
         "torch._dynamo.config.recompile_limit (TORCH_LOGS=recompiles tells what each graph is for).",
         stacklevel=3,
@@ -92,7 +137,7 @@ def not_understood(what: str) -> CompactCacheError:
 
 def view_of(data: Tensor, held: Tensor, weights: bool = False) -> CompactView:
     view: Any = data.as_subclass(CompactView)
-    view.held, view.weights = held, weights
+    view.held, view.weights, view.dropped_after, view.reader = held, weights, None, None
     return view
 
 

@@ -1,6 +1,6 @@
 """Private APIs of PyTorch's dispatcher that reading and watching operators relies on, like `torch_internals`.
 
-`tests/test_writes.py` calls each on the torch at hand, `tests/test_torch_internals.py` the fused layers.
+`tests/test_writes.py` and `tests/test_torch_internals.py` call each on the torch at hand.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "OpOverload",
     "OpOverloadPacket",
+    "as_plain_tensors",
     "fused_attention",
     "fused_layer",
     "has_kernel",
     "has_registered_effect",
     "is_composite",
     "moves_between_vmap_levels",
+    "schema_of",
     "storage_of",
+    "version_of",
     "watching",
     "without_modes",
 ]
@@ -100,6 +103,30 @@ def fused_attention() -> Any:
     Relies on its 13 arguments, the last the kind of its mask.
     """
     return torch._native_multi_head_attention
+
+
+def as_plain_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors of a subclass are ordinary ones to every operator: what `__torch_function__` does its work in.
+
+    Relies on `torch._C.DisableTorchFunctionSubclass`.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to. Not for tensors made in inference mode.
+
+    Relies on `Tensor._version`.
+    """
+    return tensor._version
+
+
+def schema_of(op: Any) -> Any:
+    """The `torch.FunctionSchema` of an `OpOverload`: `name` ("aten::add"), `arguments`, `returns`; None for others.
+
+    Relies on `OpOverload._schema`.
+    """
+    return getattr(op, "_schema", None)
 
 
 def moves_between_vmap_levels(node: fx.Node) -> bool:

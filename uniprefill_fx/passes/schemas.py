@@ -28,9 +28,9 @@ from uniprefill_fx.passes.operator_internals import (
     has_registered_effect,
     is_composite,
     moves_between_vmap_levels,
+    schema_of,
 )
 from uniprefill_fx.passes.watched_calls import watched
-from uniprefill_fx.torch_internals import schema_of
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.node_utils import leaves_of, meta
-from uniprefill_fx.passes.operator_internals import storage_of, watching
-from uniprefill_fx.torch_internals import schema_of
+from uniprefill_fx.passes.operator_internals import schema_of, storage_of, watching
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_block_size
+from uniprefill_fx.passes.operator_internals import schema_of
 from uniprefill_fx.runtime.sparse_options import NAMES
-from uniprefill_fx.torch_internals import schema_of
 
 CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens", *NAMES)
 _AMOUNTS = ("p", "keep_ratio")  # one excludes the other

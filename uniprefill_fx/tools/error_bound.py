@@ -34,13 +34,13 @@ from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.kernels.block_sparse_attention.naive import mass_not_computed
 from uniprefill_fx.ops.block_sparse_attention import dense
 from uniprefill_fx.ops.logits import with_terms
+from uniprefill_fx.passes.operator_internals import schema_of
 from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
 from uniprefill_fx.runtime.prefill import Prefill, disabled
 from uniprefill_fx.specs import SparseSpec, bias_of_request
 from uniprefill_fx.tools.isolated import isolated, takes
-from uniprefill_fx.torch_internals import schema_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from uniprefill_fx.torch_internals import is_fake, version_of
+from uniprefill_fx.passes.operator_internals import version_of
+from uniprefill_fx.torch_internals import is_fake
 
 MARK = "uniprefill_causal_buffer"  # key in the meta of a placeholder
 LARGEST = 1 << 14  # rows: larger ones are not looked at, each check reads them whole

@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.node_utils import expression, is_op, meta
@@ -119,7 +118,10 @@ class _Propagator(fx.Interpreter):
         except _NoKeyError:
             return super().run_node(n)
         if key not in self.called:
-            self.called[key] = pytree.tree_map_only(torch.Tensor, self._one_of_its_size, super().run_node(n))
+            value = super().run_node(n)
+            several = type(value) is tuple
+            value = tuple(map(self._one_of_its_size, value)) if several else self._one_of_its_size(value)
+            self.called[key] = value
         return self.called[key]
 
     def _key(self, argument: Any) -> Any:
@@ -140,7 +142,9 @@ class _Propagator(fx.Interpreter):
             return (type(argument), argument)
         raise _NoKeyError
 
-    def _one_of_its_size(self, value: torch.Tensor) -> torch.Tensor:
+    def _one_of_its_size(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
         sizes = tuple(expression(s) for s in (*value.shape, *value.stride(), value.storage_offset()))
         known = set().union(*(expression(size).free_symbols for size in self.sizes.values()))
         if not set().union(*(s.free_symbols for s in sizes)) <= known:

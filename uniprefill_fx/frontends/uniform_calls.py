@@ -1,0 +1,96 @@
+"""Calls of a compiled model in one form: Dynamo guards how a call is written, and each way would be a graph more.
+
+    model(ids, attention_mask=mask)                       forward(input_ids=ids, attention_mask=mask, position_ids=None,
+    model(attention_mask=mask, input_ids=ids)       ->            past_key_values=None, use_cache=None,
+    model(ids, attention_mask=mask, return_dict=True)             logits_to_keep=0)
+
+Prompts and steps are compiled apart as well, where torch counts graphs by `torch.compile` call (2.13): each has its own
+limit, so that however many kinds of prompts there are, a step finds room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from uniprefill_fx.torch_internals import compile_call, has_hooks, set_compiled_call
+
+# What callers of transformers' decoders pass or leave out; to leave it out means its default, None or a number.
+USUAL = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+
+
+class UniformCalls:
+    """What a module calls in place of the function that `nn.Module.compile` would make.
+
+    Args:
+        module: the model. options: for `torch.compile`.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.module = module
+        self.prompts, self.steps = (compile_call(module, **options) for _ in range(2))
+        self.forward: Any = None  # whose defaults are known
+        self.defaults: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the model is a part of what is compiled
+            return self.prompts(*args, **kwargs)
+        uniform = None if has_hooks(self.module) else self._uniform(args, kwargs)  # hooks see how a call is written
+        if uniform is not None:
+            args, kwargs = (), uniform
+        return (self.steps if _is_step(kwargs.get("past_key_values")) else self.prompts)(*args, **kwargs)
+
+    def _uniform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The same call by keywords, with usual defaults spelled out; None where that could mean something else."""
+        defaults = self._defaults()
+        if _says_the_default(self.module, kwargs, defaults):
+            kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        named = dict(zip(defaults, args, strict=False)) | kwargs
+        # A keyword that `forward` does not name may be read by a decorator of it.
+        if len(named) < len(args) + len(kwargs) or not named.keys() <= defaults.keys():
+            return None
+        usual = {name: defaults[name] for name in USUAL if isinstance(defaults.get(name, ...), type(None) | int)}
+        full = usual | named
+        return {name: _usual_strides(full[name]) for name in defaults if name in full}
+
+    def _defaults(self) -> dict[str, Any]:
+        """By name, those of `forward` as it is now; nothing where it takes arguments that have no name."""
+        forward: Any = getattr(self.module.forward, "__func__", self.module.forward)
+        if forward is not self.forward:
+            every = [p for p in signature(self.module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            nameless = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in every)
+            self.defaults = {} if nameless else {p.name: p.default for p in every}
+            self.forward = forward
+        return self.defaults
+
+
+def compile_uniformly(module: nn.Module, **options: Any) -> None:
+    """`module.compile(**options)`, whose calls are uniform."""
+    calls: Callable[..., Any] = UniformCalls(module, **options)
+    set_compiled_call(module, calls)
+
+
+def _says_the_default(module: nn.Module, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Whether a call says `return_dict=True`, as `generate()` does, to a model that returns one anyway."""
+    if kwargs.get("return_dict") is not True or "return_dict" in defaults:
+        return False
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return all(getattr(c, "return_dict", None) is True for c in (config, text))
+
+
+def _is_step(cache: Any) -> bool:
+    """Whether a cache of transformers' holds something. It decides where a graph is kept, never what it computes."""
+    return any(getattr(layer, "is_initialized", False) for layer in getattr(cache, "layers", ()))
+
+
+def _usual_strides(value: Any) -> Any:
+    """Token ids and masks of one column that were cut out of longer ones get strides of their own: they are guarded."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() != 2 or not value.is_contiguous():
+        return value
+    usual = value.stride() == (max(value.shape[1], 1), 1)
+    return value if usual else value.clone(memory_format=torch.contiguous_format)
