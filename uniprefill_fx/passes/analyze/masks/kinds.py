@@ -97,6 +97,8 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         else:
             raise _unknown(term, reader)
     if offset is None:
+        if condition == sympy.true and added.has(QUERY) and added.has(KEY):
+            raise _unknown(added, reader)  # it may well hide later tokens
         raise refuse(
             Category.NON_CAUSAL,
             f"a mask that lets queries see later tokens: {condition}",
@@ -223,13 +225,21 @@ def _sequence_ids(term: Any) -> str | None:
 
 
 def _unknown(term: Any, reader: MaskReader) -> Exception:
-    for found in term.atoms(AppliedUndef):
-        picked = _picked_by(reader.data.get(found.func.__name__))
-        if picked is not None and found.has(KEY):
+    of_keys = [reader.data.get(found.func.__name__) for found in term.atoms(AppliedUndef) if found.has(KEY)]
+    for data in of_keys:
+        picked = _picked_by(data)
+        if picked is not None:
             return refuse(
                 Category.INDEXED,
                 f"an indexer picks the keys that each query sees (`{picked.name}`, {name_of(picked)})",
                 "which tokens matter is the indexer's choice, query by query: such a layer stays dense",
+            )
+    for data in of_keys:
+        if data is not None and name_of(data) == "cat":
+            return refuse(
+                Category.MASK,
+                f"a mask put together of several (`{data.name}`): some of the keys are no tokens of the prompt",
+                "of keys that stand for many tokens at once, no token can be dropped alone: such a layer stays dense",
             )
     return refuse(
         Category.MASK,
@@ -241,7 +251,7 @@ def _unknown(term: Any, reader: MaskReader) -> Exception:
 def _picked_by(mask: fx.Node | None) -> fx.Node | None:
     """The `topk` whose indices were written into a mask, a few steps before it."""
     near: list[fx.Node] = [] if mask is None else [mask]
-    for _ in range(8):
+    for _ in range(12):  # of blocks: chosen, marked, widened to tokens, shared by heads
         picked = next((node for node in near if name_of(node) == "topk"), None)
         if picked is not None:
             return picked
