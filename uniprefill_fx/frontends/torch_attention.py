@@ -139,12 +139,14 @@ def _mask(bound: dict[str, Any]) -> MaskKind:
 
 
 def _classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr, k: fx.Node) -> MaskKind:
-    """`classify`; where keys are more than queries, and not from a cache that is known, the reason is the cache."""
+    """`classify`; where the number of keys has nothing to do with that of queries, and they are from no cache that is
+    known, the reason is the cache."""
     try:
         return classify(masks, queries)
     except RefusalError as error:
         keys = expression(meta(k).shape[2])
-        if error.refusal.category is not Category.MASK or keys == queries or _is_view(_unrepeat(k)):
+        related = keys == queries or bool(keys.free_symbols & queries.free_symbols)
+        if error.refusal.category is not Category.MASK or related or _is_view(_unrepeat(k)):
             raise
         hint = "tokens are dropped with transformers' DynamicCache only: leave out cache_implementation"
         raise refuse(Category.PAST, f"{queries} queries over {keys} keys of another cache", hint) from error

@@ -18,6 +18,7 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.numbers import as_number
 from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
 from uniprefill_fx.passes.node_utils import is_op, name_of, peel, shape
+from uniprefill_fx.passes.schemas import effects
 from uniprefill_fx.torch_internals import is_floor_div
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
@@ -255,7 +256,8 @@ def _picked_by(mask: fx.Node | None) -> fx.Node | None:
         picked = next((node for node in near if name_of(node) == "topk"), None)
         if picked is not None:
             return picked
-        near = [
-            read for node in near if not name_of(node).startswith(("linear", "matmul")) for read in node.all_input_nodes
-        ]
+        # what is written into a mask in place comes to it, too
+        written = [user for node in near for user in node.users if node in effects(user).writes]
+        behind = [node for node in (*near, *written) if not name_of(node).startswith(("linear", "matmul"))]
+        near = list(dict.fromkeys(read for node in behind for read in node.all_input_nodes))
     return None
