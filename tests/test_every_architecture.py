@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from arch_measure import DENSE, EXACT, FAILS, NOT_RUN, RANKS, measure, quiet, rows
+from arch_measure import DENSE, EXACT, FAILS, NOT_RUN, RANKS, WrongError, measure, quiet, rows
 from checkpoints import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -49,7 +49,8 @@ def test_the_page_is_made_from_the_rows() -> None:
 def test_rows_hold_together() -> None:
     for name, row in TABLE.items():
         assert row["status"] in RANKS and not row.get("reason", "").startswith("wrong"), row
-        assert (row["status"] == EXACT) <= (row.get("lost", 0) > 0 and row["prompts"] < 1e-3 > row["generate"]), row
+        if row["status"] == EXACT:
+            assert row["lost"] > 0 and max(row["prompts"], row["generate"]) < 1e-3, row
         assert row["status"] in (EXACT, NOT_RUN) or row["reason"], name
 
 
@@ -68,4 +69,10 @@ def test_what_is_worse() -> None:
 )
 def test_no_family_became_worse(name: str) -> None:
     quiet()
-    assert not worse(measure(name), TABLE[name])
+    try:
+        got = measure(name)
+    except WrongError:
+        raise  # whatever the table says
+    except Exception as error:
+        got = {"status": FAILS, "reason": repr(error)}
+    assert not worse(got, TABLE[name])
