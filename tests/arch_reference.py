@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,14 +19,21 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from arch_builders import Arch
+from arch_walk import Walked
 from eager_reference import DropSpec, Selection, select_rows
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
 IMPLEMENTATION = "uniprefill_test_reference"
-MIXER = re.compile(r"(Mixer|GatedDeltaNet|ShortConv|DeltaAttention|LightningAttention)$")  # names of module classes
+# Names of module classes.
+MIXER = re.compile(r"(Mixer|MambaLayer|GatedDeltaNet|ShortConv|DeltaAttention|LightningAttention)$")
+ENTRY = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)\.\d+")  # names of decoder layers
+SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+AFTER_ATTENTION = ("ZambaMambaMixer", "Zamba2MambaMixer")  # mixers that read the attention of their layer
 IGNORED = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_router_logits"}
 
 
@@ -147,6 +155,9 @@ def _mixer(run: _Run, module: nn.Module, new_cache: Callable[[], Any]) -> Iterat
             given |= {"attention_mask": None, cache_name: cache}
             part = original(*_rows(args, at, run.total), **given)
             parts.append(part[0] if isinstance(part, tuple) else part)
+            for layer in cache.layers:  # some ask the cache as a whole, which holds other layers' states too
+                if hasattr(layer, "has_previous_state"):
+                    layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         output = torch.cat(parts, dim=1)
         output = output.new_zeros(1, run.total, output.shape[-1]).index_copy(1, alive, output)
         return (output, None) if isinstance(part, tuple) else output
@@ -158,35 +169,102 @@ def _mixer(run: _Run, module: nn.Module, new_cache: Callable[[], Any]) -> Iterat
         module.forward = original
 
 
-def _spelled_hooks(run: _Run, module: nn.Module) -> list[Any]:
-    """The same for an attention module that spells out its softmax and returns (output, weights)."""
+class _Spelled(TorchFunctionMode):
+    """Stands in for every softmax over all tokens, and for fused attention, in whatever way a model calls it.
 
-    def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        mask = kwargs["attention_mask"]
-        hidden = run.hidden(run.layer_of[module])
-        return args, kwargs | {"attention_mask": mask.masked_fill(hidden, torch.finfo(mask.dtype).min)}
+    A softmax may have further columns, which are no keys (sinks).
+    """
 
-    def observe(module: nn.Module, _args: Any, output: Any) -> None:
-        run.observe(int(run.layer_of[module]), output[1])
+    def __init__(self, run: _Run, layers: list[int]) -> None:
+        super().__init__()
+        self.run, self.layers = run, layers
 
-    return [module.register_forward_pre_hook(hide, with_kwargs=True), module.register_forward_hook(observe)]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.layers and func is F.scaled_dot_product_attention:
+            return self.fused(*args, **kwargs)
+        if self.layers and func in SOFTMAXES and self.is_attention(args[0].shape):
+            weights = func(args[0].masked_fill(self.hidden(args[0].shape), -torch.inf), *args[1:], **kwargs)
+            return self.seen(weights)
+        return func(*args, **kwargs)
+
+    def is_attention(self, shape: torch.Size) -> bool:
+        return len(shape) >= 3 and shape[-2] == self.run.total <= shape[-1] <= self.run.total + 1
+
+    def hidden(self, shape: torch.Size) -> Tensor:
+        return F.pad(self.run.hidden(self.layers[-1]), (0, shape[-1] - self.run.total))
+
+    def seen(self, weights: Tensor) -> Tensor:
+        every_head = weights.reshape(1, -1, *weights.shape[-2:])
+        self.run.observe(self.layers[-1], every_head[..., : self.run.total])
+        return weights
+
+    def fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        groups = q.shape[-3] // k.shape[-3] if enable_gqa else 1
+        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        elif attn_mask is not None:
+            added = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
+            scores = scores + (added if attn_mask.dtype == torch.bool else attn_mask)
+        if not self.is_attention(scores.shape):
+            return scores.softmax(-1) @ v
+        return self.seen(scores.masked_fill(self.hidden(scores.shape), -torch.inf).softmax(-1)) @ v
+
+
+@contextmanager
+def _current_layer(model: nn.Module) -> Iterator[list[int]]:
+    """The decoder layer that is under way, last in a list. Layers of several lists, and those that run again, count on.
+
+    Lists of one name hold layers of one kind; others hold parts of layers (XLM's `attentions` and `ffns`).
+    """
+    layers: list[int] = []
+    entered: Counter[str] = Counter()
+
+    def enter(kind: str, *_: Any) -> None:
+        layers.append(entered[kind])
+        entered[kind] += 1
+
+    def leave(*_: Any) -> None:
+        layers.pop()
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if (numbered := ENTRY.fullmatch(name)) is not None:
+                stack.callback(module.register_forward_pre_hook(partial(enter, numbered.group(1))).remove)
+                stack.callback(module.register_forward_hook(leave).remove)
+        yield layers
 
 
 class StockReference:
-    """One architecture: the stock model, run with drops or without."""
+    """One architecture: the stock model, run with drops or without.
 
-    def __init__(self, arch: Arch) -> None:
+    `spelled` is the implementation of attention where it does not go through transformers' interface; None: its own.
+    """
+
+    def __init__(self, arch: Arch | Walked, spelled: str | None = "eager") -> None:
         self.spelled = not arch.interface
-        self.model = arch.build("eager" if self.spelled else IMPLEMENTATION)
+        self.model = arch.build(spelled if self.spelled else IMPLEMENTATION)
         own_cache = getattr(sys.modules[type(self.model).__module__], f"{arch.family}Cache", None)
         self.new_cache: Callable[[], Any] = own_cache or partial(DynamicCache, config=self.model.config)
         self.softcapped = arch.attention == "eager"
-        self.layers = self.model.config.num_hidden_layers
+        self.layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         self.layer_of: dict[nn.Module, float] = {}
         for name, module in self.model.named_modules():
-            numbered = re.match(r"[a-z_.]+?\.(\d+)\.", name)
+            numbered = re.match(r"(?:[A-Za-z_]\w*\.)+?(\d+)\.", name)
             if numbered is not None:
-                behind = 0.5 if type(module).__name__ == "Zamba2MambaMixer" else 0  # it reads the layer's attention
+                behind = 0.5 if type(module).__name__.startswith(AFTER_ATTENTION) else 0
                 self.layer_of[module] = int(numbered.group(1)) + behind
 
     @torch.inference_mode()
@@ -206,12 +284,11 @@ class StockReference:
     @contextmanager
     def _hooked(self, run: _Run) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, module in self.model.named_modules():
+            for module in self.model.modules():
                 if MIXER.search(type(module).__name__) and module in self.layer_of:
                     stack.enter_context(_mixer(run, module, self.new_cache))
-                elif self.spelled and name.endswith(("self_attention", "attn.attention")):
-                    for handle in _spelled_hooks(run, module):
-                        stack.callback(handle.remove)
+            if self.spelled:
+                stack.enter_context(_Spelled(run, stack.enter_context(_current_layer(self.model))))
             _runs.append(run)
             stack.callback(_runs.pop)
             yield

@@ -55,7 +55,8 @@ def test_missing_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_architectures_without_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "arch_builders", None)
+    monkeypatch.delitem(sys.modules, "architectures", raising=False)
+    monkeypatch.setitem(sys.modules, "arch_measure", None)
     with pytest.raises(SystemExit, match="with PYTHONPATH=tests"):
         importlib.import_module("architectures")
 

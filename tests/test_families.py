@@ -130,6 +130,71 @@ def test_a_classifier_of_the_last_token_drops() -> None:
     assert_differs(got, dense)
 
 
+class Logits(nn.Module):
+    """What torch.export takes: tensors in, a tensor out."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False, logits_to_keep=1).logits
+
+
+class Mean(Logits):
+    """An embedding model: the mean of the last hidden states."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model.model(ids, use_cache=False).last_hidden_state.mean(1)
+
+
+def exported() -> Any:
+    return torch.export.export(Logits(tiny_llama(2)), (token_ids(300),)).module()
+
+
+def with_flex() -> nn.Module:
+    return Logits(tiny_llama(2, attention="flex_attention"))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [(exported, "exported program"), (with_flex, "flex_attention"), (lambda: Mean(tiny_llama(2)), "pooling")],
+)
+@torch.inference_mode()
+def test_the_reason_names_what_is_there(build: Any, said: str) -> None:
+    model, ids = build(), token_ids(300)
+    want = (Mean if said == "pooling" else Logits)(tiny_llama(2))(ids)
+    got, call = torch.compile(model, backend="uniprefill", options=options_of(SPEC))(ids), uniprefill_fx.last_call()
+    assert_near(got, want)
+    assert call is not None and not call.dropped and call.reason is not None and said in call.reason.seen, str(call)
+
+
+@torch.inference_mode()
+def test_the_reason_names_a_static_cache() -> None:
+    model, given = tiny_llama(2), {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(token_ids(300), **given)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    assert torch.equal(model.generate(token_ids(300), **given), want)
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.reason is not None and call.reason.category.value == "has-past-keys", str(call)
+    assert "another cache" in call.reason.seen and "DynamicCache" in call.reason.hint
+
+
+@torch.inference_mode()
+def test_an_embedding_of_the_last_token_drops() -> None:
+    """A base model drops: the last token's state is that of the reference, others may be frozen, with a warning."""
+    model, ids = tiny_llama(2).model, token_ids(400)
+    with HiddenKeys(ids.shape[1], SPEC, range(2)):
+        want = model(ids, use_cache=False).last_hidden_state[:, -1]
+    dense = model(ids).last_hidden_state[:, -1]
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    with pytest.warns(UserWarning, match="frozen states"):
+        got, call = model(ids).last_hidden_state[:, -1], uniprefill_fx.last_call()
+    assert call is not None and call.dropped, str(call)
+    assert_near(got, want)
+    assert_differs(got, dense)
+
+
 @torch.inference_mode()
 def test_few_last_rows_of_any_number() -> None:
     """After two values `logits_to_keep` is no constant: one graph for all numbers up to `last_n`, and no warning."""

@@ -12,6 +12,7 @@ from exactness import assert_differs, assert_near, options_of
 from plain_decoders import Gpt, GptLayer, build, ids_for
 from plain_reference import reference
 from test_plain_decoders import SPEC, assert_dropped_as, dense_because, run
+from tiny import tiny_llama, token_ids
 from torch import Tensor, nn
 
 import uniprefill_fx
@@ -113,6 +114,32 @@ def test_explain_says_where_the_break_is_why_and_what_it_costs() -> None:
     assert "torch._dynamo.graph_break()" in cost and f"graph break: {cost}" in str(report)
     whole = uniprefill_fx.explain(build(Four), ids_for("whole", 300), **options_of(BEHIND))
     assert whole.breaks == () and "graph break" not in str(whole)
+
+
+class MaskBefore(nn.Module):
+    """A mask that is made in front of a break: nobody sees how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama(2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None]
+        torch._dynamo.graph_break()
+        return self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1).logits
+
+
+@torch.inference_mode()
+def test_a_mask_from_before_the_break_is_refused_with_the_break() -> None:
+    ids = token_ids(300)
+    want = MaskBefore()(ids)
+    got = torch.compile(MaskBefore(), backend="uniprefill", options=options_of(BEHIND) | {"drop_layers": [0]})(ids)
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.reason is not None and not call.dropped
+    line = MaskBefore.forward.__code__.co_firstlineno + 2
+    assert call.reason.category.value == "mask-not-understood", str(call)
+    assert f"behind a graph break (the last one at {__file__}:{line}, in forward" in call.reason.seen
+    assert_near(got, want)
 
 
 class Loop(Four):

@@ -100,6 +100,19 @@ def in_a_list() -> nn.Module:
     return nn.Sequential(Decoder([Layer(1), Layer(1)]))
 
 
+def compilation_of(build: Any, drop_layers: Any) -> Any:
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    config = uniprefill_fx.PrefillConfig(drop_layers=drop_layers, inner_backend="eager")
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return compile_graph(gm, inputs, config, seen.append)
+
+    torch.compile(build().eval(), backend=backend, dynamic=True)(torch.randn(1, 40, 32))
+    (compilation,) = seen
+    return compilation
+
+
 @pytest.mark.parametrize(
     ("build", "layers", "drops"),
     [
@@ -111,16 +124,16 @@ def in_a_list() -> nn.Module:
 )
 @torch.inference_mode()
 def test_numbers(build: Any, layers: list[int], drops: list[int]) -> None:
-    torch.manual_seed(0)
-    seen: list[Any] = []
-    config = uniprefill_fx.PrefillConfig(drop_layers="all", inner_backend="eager")
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        return compile_graph(gm, inputs, config, seen.append)
-
-    torch.compile(build().eval(), backend=backend, dynamic=True)(torch.randn(1, 40, 32))
-    (compilation,) = seen
+    compilation = compilation_of(build, "all")
     assert [attention.layer for attention in compilation.attention] == layers
     assert [drop.attention.layer for drop in compilation.plan.drops] == drops, compilation.plan.refusals
     first = {a.layer: a.node for a in reversed(compilation.attention)}
     assert [drop.attention.node for drop in compilation.plan.drops] == [first[layer] for layer in drops]
+
+
+@pytest.mark.parametrize(("build", "layer"), [(several, 0), (run_twice, 1), (shared_block, 1), (in_a_list, 0)])
+@torch.inference_mode()
+def test_auto_counts_the_same_layers(build: Any, layer: int) -> None:
+    plan = compilation_of(build, "auto").plan
+    assert [drop.attention.layer for drop in plan.drops] == [layer], plan.refusals
+    assert plan.num_layers == max(attention.layer for attention in plan.attention_nodes) + 1

@@ -82,7 +82,7 @@ def _leads_to_product(softmax: fx.Node) -> bool:
         for user in node.users:
             if name_of(user) in PRODUCTS and user.args[0] is node:
                 return True
-        follow = [u for u in node.users if name_of(u) in CASTS | RESHAPES | {"dropout", "getitem"}]
+        follow = [u for u in node.users if name_of(u) in CASTS | RESHAPES | {"dropout", "getitem", "masked_fill"}]
         if not follow:
             return False
         node = follow[0]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
+import torch
 import torch.nn.functional as F
 from torch import fx
 
-from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.errors import Category, RefusalError, refuse
 from uniprefill_fx.frontends.explicit_attention import read_explicit_attention
 from uniprefill_fx.passes.analyze.attention_nodes import register_reader
 from uniprefill_fx.passes.analyze.latent_kv import latent_kv
@@ -30,6 +32,18 @@ def fused_attention(node: fx.Node) -> AttentionNode | None:
 
 
 @register_reader
+def named_attention(node: fx.Node) -> AttentionNode | None:
+    """Attention that is seen for what it is, and not read. Always refused."""
+    if node.op == "call_function" and node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        hint = "compile the model itself, not what torch.export made of it"
+        raise refuse(Category.ATTENTION, "attention as an ATen operator, as an exported program has it", hint)
+    if node.op == "call_function" and name_of(node) == "flex_attention":
+        hint = 'load the model with attn_implementation="sdpa"'
+        raise refuse(Category.ATTENTION, "flex_attention, whose mask and scores are functions", hint)
+    return None
+
+
+@register_reader
 def spelled_out_attention(node: fx.Node) -> AttentionNode | None:
     """A softmax between the product of queries and keys and that with the values (`frontends.explicit_attention`)."""
     found = read_explicit_attention(node) if name_of(node) == "softmax" else None
@@ -48,7 +62,7 @@ def spelled_out_attention(node: fx.Node) -> AttentionNode | None:
         else:
             masks.append((mask, hides))
     if masks:
-        kind = classify(masks, expression(queries))
+        kind = _classify(masks, expression(queries), k)
     elif expression(queries) == 1:
         kind = MaskKind(expression(keys) - 1)
     else:
@@ -114,7 +128,7 @@ def _mask(bound: dict[str, Any]) -> MaskKind:
     if queries == 1 and bound["attn_mask"] is not None and expression(meta(bound["attn_mask"]).shape[-1]) == 1:
         return MaskKind(keys - 1)  # one number for all keys: it would hide all of them or none
     if bound["attn_mask"] is not None:
-        return classify([(bound["attn_mask"], False)], queries)
+        return _classify([(bound["attn_mask"], False)], queries, bound["key"])
     if bound["is_causal"]:
         if queries != keys:
             raise refuse(
@@ -130,6 +144,20 @@ def _mask(bound: dict[str, Any]) -> MaskKind:
         "attention without mask and without is_causal",
         "only causal attention can drop tokens or leave out blocks of keys",
     )
+
+
+def _classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr, k: fx.Node) -> MaskKind:
+    """`classify`; where the number of keys has nothing to do with that of queries, and they are from no cache that is
+    known, the reason is the cache."""
+    try:
+        return classify(masks, queries)
+    except RefusalError as error:
+        keys = expression(meta(k).shape[2])
+        related = keys == queries or bool(keys.free_symbols & queries.free_symbols)
+        if error.refusal.category is not Category.MASK or related or _is_view(_unrepeat(k)):
+            raise
+        hint = "tokens are dropped with transformers' DynamicCache only: leave out cache_implementation"
+        raise refuse(Category.PAST, f"{queries} queries over {keys} keys of another cache", hint) from error
 
 
 def _unrepeat(node: fx.Node) -> fx.Node:

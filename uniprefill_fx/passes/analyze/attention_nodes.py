@@ -77,8 +77,9 @@ def token_count(attention_nodes: list[AttentionNode]) -> sympy.Symbol:
     if not attention_nodes:
         raise refuse(Category.NO_ATTENTION, "no attention in the graph", "nothing to score tokens with")
     if not understood:
-        assert attention_nodes[0].refusal is not None
-        raise RefusalError(attention_nodes[0].refusal)
+        refusals = [attention.refusal for attention in attention_nodes if attention.refusal is not None]
+        # an indexer in some layers explains the others, too
+        raise RefusalError(next((r for r in refusals if r.category is Category.INDEXED), refusals[0]))
     fresh = [a for a in understood if a.is_prefill]
     if not fresh:
         hint = "tokens are dropped from whole new prompts only, and with transformers' DynamicCache"

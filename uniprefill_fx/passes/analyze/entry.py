@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,3 +45,11 @@ def reason_from_outside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Re
             "which layers these are cannot be told: take the break out, or make the layers an nn.ModuleList",
         )
     return find_ranks(gm.graph)
+
+
+def behind_break(refusal: Refusal) -> Refusal:
+    """The same reason, with the graph break in front of the graph if there is one: it took from sight how masks or
+    positions came about."""
+    if refusal.category is Category.GRAPH_BREAK or not _last_break or not frame_is_resumed():
+        return refusal
+    return replace(refusal, seen=f"{refusal.seen}, in a piece behind a graph break (the last one at {_last_break[0]})")

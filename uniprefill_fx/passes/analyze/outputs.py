@@ -63,7 +63,7 @@ def exposure_of(
         if row_dim[node] is None:
             raise refuse(
                 Category.OUTPUT,
-                f"an output of shape {_shape(node)} that is computed from all tokens (a loss?)",
+                f"an output of shape {_shape(node)} that is computed from all tokens (a loss, pooling?)",
                 "it would be approximate: such a call stays dense; leave out labels to have tokens dropped",
             )
     if shown and config.full_logits == "dense":

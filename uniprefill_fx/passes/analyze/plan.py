@@ -19,7 +19,7 @@ from uniprefill_fx.passes.analyze.batch import mixed_along
 from uniprefill_fx.passes.analyze.decoder_end import check_decoder_end
 from uniprefill_fx.passes.analyze.drop_layers import choose_layers, drop_spec, layers_of_this_graph, nowhere_to_drop
 from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, gather_rules
-from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens
+from uniprefill_fx.passes.analyze.entry import behind_break, keys_of_earlier_tokens
 from uniprefill_fx.passes.analyze.outputs import Exposure, exposure_of, head_region_of, restored_outputs, rows_shown
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
 from uniprefill_fx.passes.analyze.sparse_attention import check_named_layers, sparse_attention
@@ -110,17 +110,19 @@ def make_plan(
     """
     graph = gm.graph
     attention_nodes = tuple(attention)
-    layers = [decoder_layer(n) for n in graph.nodes]
-    num_layers = max((layer for layer in layers if layer is not None), default=len(attention_nodes) - 1) + 1
+    # those of attention too: where layers run again, attentions are counted, and are more than the modules
+    layers = [*map(decoder_layer, graph.nodes), *(attention.layer for attention in attention_nodes)]
+    num_layers = max((layer for layer in layers if layer is not None), default=-1) + 1
     refusals = [attention.refusal for attention in attention_nodes if attention.refusal is not None]
     try:
         if blocked is not None and (attention_nodes or blocked.category is not Category.GRAPH_BREAK):
             raise RefusalError(blocked)
         return _plan(graph, attention_nodes, num_layers, config, refusals)
     except RefusalError as error:
-        if error.refusal not in refusals:
-            refusals.append(error.refusal)
-        return Plan(attention_nodes, num_layers, tuple(refusals), past=keys_of_earlier_tokens(graph, attention_nodes))
+        # the last one is what a call gives as its reason
+        refusals = [*(refusal for refusal in refusals if refusal != error.refusal), error.refusal]
+        reasons = tuple(map(behind_break, refusals))
+        return Plan(attention_nodes, num_layers, reasons, past=keys_of_earlier_tokens(graph, attention_nodes))
 
 
 def _plan(

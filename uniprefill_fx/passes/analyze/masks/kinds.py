@@ -18,6 +18,7 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.numbers import as_number
 from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
 from uniprefill_fx.passes.node_utils import is_op, name_of, peel, shape
+from uniprefill_fx.passes.schemas import effects
 from uniprefill_fx.torch_internals import is_floor_div
 
 BATCH, HEAD, QUERY, KEY = AXES[:4]
@@ -97,6 +98,8 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
         else:
             raise _unknown(term, reader)
     if offset is None:
+        if condition == sympy.true and added.has(QUERY) and added.has(KEY):
+            raise _unknown(added, reader)  # it may well hide later tokens
         raise refuse(
             Category.NON_CAUSAL,
             f"a mask that lets queries see later tokens: {condition}",
@@ -223,13 +226,21 @@ def _sequence_ids(term: Any) -> str | None:
 
 
 def _unknown(term: Any, reader: MaskReader) -> Exception:
-    for found in term.atoms(AppliedUndef):
-        picked = _picked_by(reader.data.get(found.func.__name__))
-        if picked is not None and found.has(KEY):
+    of_keys = [reader.data.get(found.func.__name__) for found in term.atoms(AppliedUndef) if found.has(KEY)]
+    for data in of_keys:
+        picked = _picked_by(data)
+        if picked is not None:
             return refuse(
                 Category.INDEXED,
                 f"an indexer picks the keys that each query sees (`{picked.name}`, {name_of(picked)})",
                 "which tokens matter is the indexer's choice, query by query: such a layer stays dense",
+            )
+    for data in of_keys:
+        if data is not None and name_of(data) == "cat":
+            return refuse(
+                Category.MASK,
+                f"a mask put together of several (`{data.name}`): some of the keys are no tokens of the prompt",
+                "of keys that stand for many tokens at once, no token can be dropped alone: such a layer stays dense",
             )
     return refuse(
         Category.MASK,
@@ -241,11 +252,12 @@ def _unknown(term: Any, reader: MaskReader) -> Exception:
 def _picked_by(mask: fx.Node | None) -> fx.Node | None:
     """The `topk` whose indices were written into a mask, a few steps before it."""
     near: list[fx.Node] = [] if mask is None else [mask]
-    for _ in range(8):
+    for _ in range(12):  # of blocks: chosen, marked, widened to tokens, shared by heads
         picked = next((node for node in near if name_of(node) == "topk"), None)
         if picked is not None:
             return picked
-        near = [
-            read for node in near if not name_of(node).startswith(("linear", "matmul")) for read in node.all_input_nodes
-        ]
+        # what is written into a mask in place comes to it, too
+        written = [user for node in near for user in node.users if node in effects(user).writes]
+        behind = [node for node in (*near, *written) if not name_of(node).startswith(("linear", "matmul"))]
+        near = list(dict.fromkeys(read for node in behind for read in node.all_input_nodes))
     return None
