@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import triton
@@ -47,6 +48,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use."""
     if device.type != "cuda":
