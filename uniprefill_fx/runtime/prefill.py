@@ -61,9 +61,16 @@ class LengthMarks:
                 self.axes += [(i, sorted(dims))] if dims else []
 
     def __call__(self, outputs: Any) -> Any:
+        outputs = list(outputs)
+        seen: set[int] = set()
         for i, dims in self.axes:
+            # Layers behind one drop store the same positions. As one object they would be guarded to be one, and a step
+            # that has appended to each would need a graph of its own.
+            if id(outputs[i]) in seen:
+                outputs[i] = outputs[i].detach()
+            seen.add(id(outputs[i]))
             mark_maybe_dynamic(outputs[i], dims)
-        return outputs
+        return tuple(outputs)
 
 
 def _row_axes(graph: fx.Graph) -> dict[fx.Node, set[int]]:
