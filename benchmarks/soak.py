@@ -1,11 +1,12 @@
-"""One process, one model, hundreds of drawn calls: every answer compared with the eager reference, memory and graphs watched.
+"""Hundreds of drawn calls of one model in one process: every answer against the eager reference, memory and graphs.
 
     PYTHONPATH=tests python benchmarks/soak.py --out benchmarks/results/soak_cpu.json --calls 500
 
-A call is of a drawn kind (`KINDS`): last or all logits, greedy, padded batches, beams, samples, prompt lookup, a second
-turn, a cache that is copied, cropped or reordered, calls under `override()` and `disabled()`. Prompts have 1 to 4,096
-tokens, most of them a few hundred. The reference (`tests/eager_reference.py`) computes layer by layer on kept rows; what
-it answers by a hair (a cut or a token within 1e-4 of the next) is drawn again. The last calls come from eight threads.
+A call is of a drawn kind (`Soak.kinds`): last or all logits, greedy, padded batches, beams, samples, prompt lookup, a
+second turn, a cache that is copied, cropped or reordered, calls under `override()` and `disabled()`. Prompts have 1 to
+4,096 tokens, most of them a few hundred. The reference (`tests/eager_reference.py`) computes layer by layer on kept
+rows; what it answers by a hair (a cut or a token within 1e-4 of the next) is drawn again. The last calls come from
+eight threads.
 """
 
 from __future__ import annotations

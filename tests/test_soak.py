@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_layers_behind_one_drop_share_the_graph_of_a_step() -> None:
-    """They store the same positions: as one object at first, which Dynamo would guard, and apart from the next step on."""
+    """They store the same positions; as one object Dynamo would guard it, and steps append to each."""
     model = tiny_llama(5)
     spec = DropSpec((1,), p=0.7, block_size=16, last_n=16, sink_tokens=16)
     uniprefill_fx.compile(model, **options_of(spec))
