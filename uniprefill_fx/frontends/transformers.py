@@ -58,7 +58,7 @@ def _teach(name: str, function: Any) -> None:
 
 
 def _is_empty(cache: Any) -> bool:
-    return not any(layer.is_initialized for layer in cache.layers)
+    return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)  # states have no such flag
 
 
 # Further arguments that change what a mask lets through.
@@ -83,6 +83,9 @@ def _annotated(mask: Any, given: dict[str, Any], maker: str) -> Any:
         if packed:
             return mask
     elif padding.ndim != 2:
+        return mask
+    # Compared here, two sizes are one symbol from then on: otherwise nothing says that the padding is that of the keys.
+    elif (cache is None or _is_empty(cache)) and padding.shape != given["inputs_embeds"].shape[:2]:
         return mask
     window = config.sliding_window if maker == "create_sliding_window_causal_mask" else None
     return torch.ops.uniprefill.known_mask(mask, padding, cache is not None, window)
