@@ -19,6 +19,7 @@ from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends.eager_reads import unreadable_eagerly
+from uniprefill_fx.frontends.own_attention import OwnAttention, reads_views
 from uniprefill_fx.frontends.prompt_sizes import TraceAgain, trace_symbolic
 from uniprefill_fx.lowering.devices import check_dtypes
 from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
@@ -41,7 +42,6 @@ from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
 from uniprefill_fx.runtime.eager_reader import EagerReader
-from uniprefill_fx.runtime.own_attention import OwnAttention, reads_views
 from uniprefill_fx.runtime.prefill import LengthMarks, Prefill, Undropped
 from uniprefill_fx.torch_internals import traced_code
 
