@@ -182,3 +182,20 @@ def test_a_later_chunk_is_no_prompt() -> None:
     assert keys_of_earlier_tokens(gm.graph, found)
     plan = make_plan(gm, found, CONFIG)
     assert plan.past and not plan.prefill and not plan.drops
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_numbers_of_blocks_that_are_padded(causal: bool) -> None:
+    """As a step of Gemma-4 has it: no token is in a block where those before it get the same number."""
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        before = k.shape[2] - q.shape[2]
+        blocks = F.pad(torch.full((1, q.shape[2]), -1), (0, before), value=-1 if causal else 0)
+        query, key = torch.arange(q.shape[2])[:, None] + before, torch.arange(k.shape[2])[None]
+        of_query, of_key = blocks[torch.zeros_like(query), query], blocks[torch.zeros_like(key), key]
+        mask = (key <= query) | ((of_query == of_key) & (of_query >= 0))
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+    (found,) = find_attention_nodes(trace(step, torch.randn(1, 2, 7, 8), torch.randn(1, 2, 40, 8))[0].graph)
+    assert (found.spec is not None and found.full) == causal
+    assert causal or (found.refusal is not None and found.refusal.category is Category.NON_CAUSAL)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 from arch_builders import DEEPSEEK, FALCON, INDEXER, SIZED
+from arch_measure import Measure, prompt_ids
 from eager_reference import DropSpec
-from exactness import TIE, assert_differs, assert_near, options_of
+from exactness import TIE, assert_differs, assert_dropped, assert_near, options_of
 from plain_reference import _Attention as HiddenKeys
 from tiny import tiny_llama, token_ids
 from torch import Tensor, nn
@@ -267,3 +268,18 @@ def test_what_bounds_and_calibrates_reads_last_rows() -> None:
         warnings.filterwarnings("error", message="uniprefill: outputs of all positions")
         uniprefill_fx.error_bound(model, token_ids(200), p=0.7, **options)
         uniprefill_fx.calibrate(model, [token_ids(220)], **options)
+
+
+def test_a_decoder_that_makes_a_pair_of_caches() -> None:
+    """RoCBert makes a cache for an encoder's keys, too, before its masks, though it stands alone."""
+    subject, ids, prompt = Measure("roc_bert"), prompt_ids(440), 437
+    subject.compile(0.7)
+    with torch.inference_mode():
+        out = subject.model(ids[:, :prompt])
+        done, logits = uniprefill_fx.last_call(), [out.logits[0, -1:]]
+        for at in range(prompt, ids.shape[1]):
+            out = subject.model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+            logits.append(out.logits[0])
+    assert done is not None
+    assert_dropped(done)
+    subject.check("steps", torch.cat(logits), ids, prompt, done)

@@ -215,6 +215,26 @@ def test_text_for_a_multimodal_model_drops_and_an_image_stays_dense(gemma3: Any)
     assert_near(ours.logits, theirs.logits)
 
 
+def test_a_step_with_a_mask_that_nobody_reads_answers_from_a_compact_cache(gemma3: Any) -> None:
+    """Blocks of image tokens are data where a step brings them: its mask is no causal one, though no block is in it."""
+    model, ids = copy.deepcopy(gemma3), plain_ids()
+    model.compile(backend="uniprefill", options=options_of(SHARP))
+    text = transformers.Gemma3ForCausalLM(gemma3.config.text_config).eval()
+    text.model, text.lm_head = gemma3.model.language_model, gemma3.lm_head
+    reference = EagerReference(text, SHARP)
+    reference.prefill(ids)
+    cache = transformers.DynamicCache(config=text.config)
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        done = uniprefill_fx.last_call()
+        assert done is not None
+        assert_dropped(done)
+        for token in (5, 9):
+            new = torch.tensor([[token]])
+            out = model(input_ids=new, past_key_values=cache, token_type_ids=torch.zeros_like(new))
+            assert_near(out.logits, reference.step(new))
+
+
 @pytest.mark.slow
 def test_a_multimodal_model_generates(gemma3: Any) -> None:
     model, ids = copy.deepcopy(gemma3), plain_ids()

@@ -19,6 +19,7 @@ from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends.eager_reads import unreadable_eagerly
+from uniprefill_fx.frontends.own_attention import OwnAttention, reads_views
 from uniprefill_fx.frontends.prompt_sizes import TraceAgain, trace_symbolic
 from uniprefill_fx.lowering.devices import check_dtypes
 from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
@@ -56,7 +57,8 @@ class Compilation:
         gm: the graph at hand. before: the same in its normal form; a copy where somebody observes the compilation.
         inputs: what Dynamo handed over with it. config: the options.
         attention: what the readers found in it. blocked: a reason from outside the decoder to stay dense.
-        eager_reader: whether steps could read a compact cache eagerly. plan: the decisions.
+        eager_reader: whether steps could read a compact cache eagerly. written: a step's graph as Dynamo traced it.
+        plan: the decisions.
         after: the rewritten graph, None if it stays dense. pieces: what `after` was cut into.
         seconds: time of each step, by name. run: what Dynamo calls.
     """
@@ -71,6 +73,7 @@ class Compilation:
         self.after: fx.GraphModule | None = None
         self.pieces: list[Piece] = []
         self.eager_reader = EagerReader(None, None)
+        self.written: fx.GraphModule | None = None
         self.seconds: dict[str, float] = {}
         self.run: Callable[..., Any] | None = None
 
@@ -81,6 +84,7 @@ class Compilation:
 
 def _eager_reader(c: Compilation) -> None:
     c.eager_reader = EagerReader(unreadable_eagerly(c.gm.graph), traced_code())
+    c.written = copy_module(c.gm) if reads_views(c.gm.graph) else None
 
 
 def _find_attention(c: Compilation) -> None:
@@ -227,15 +231,18 @@ def _without_drops(c: Compilation) -> Callable[..., Any]:
     """
     buffers = tuple(dict.fromkeys(b for a in c.attention for b in sorted(a.causal_buffers)))
     if not buffers or c.plan.prefill:
-        return compile_whole(c.inner, _lowered(c), c.inputs)
+        lowered = _lowered(c)
+        own = c.written if reads_views(lowered.graph) else None  # before it is compiled, which may change it
+        run = compile_whole(c.inner, lowered, c.inputs)
+        return run if own is None else OwnAttention(run, own, next(iter(c.plan.refusals), None))
     names = [n.name for n in c.gm.graph.nodes if n.op == "placeholder"]
     checks = [(names.index(b.name), Unchanged(b.meta[MARK])) for b in buffers]
-    own = CompiledPiece(copy_module(c.gm), c.inner, "with the model's masks")
+    unlowered = CompiledPiece(copy_module(c.gm), c.inner, "with the model's masks")
     run = compile_whole(c.inner, _lowered(c, with_buffers=True), c.inputs)
 
     def checked(*args: Any) -> Any:
         as_they_were = all(unchanged(args[index]) for index, unchanged in checks)
-        return run(*args) if as_they_were else own(*args)
+        return run(*args) if as_they_were else unlowered(*args)
 
     return checked
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import masking_utils
+from transformers.cache_utils import EncoderDecoderCache
 
 from uniprefill_fx.frontends.cache import ADOPTED, adopt
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
@@ -47,7 +48,7 @@ def _teach(name: str, function: Any) -> None:
             return original(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         shared = getattr(given.get("config"), "num_kv_shared_layers", None)
-        cache = given.get("past_key_values")
+        cache = _of_decoder(given.get("past_key_values"), given.get("config"))
         adopt(cache, bool(shared))
         # Dynamo takes a tensor for an input of the graph when somebody looks at it.
         tensors = {argument: value for argument, value in given.items() if isinstance(value, torch.Tensor)}
@@ -55,6 +56,12 @@ def _teach(name: str, function: Any) -> None:
         if embeds is not None and (cache is None or (type(cache) in ADOPTED and _is_empty(cache))):
             comptime(ask_for_symbols)
         return _annotated(original(*args, **kwargs), given, name)
+
+
+def _of_decoder(cache: Any, config: Any) -> Any:
+    """Where the decoder's own keys go: one that could read an encoder, but stands alone, may hold them in a pair."""
+    alone = type(cache) is EncoderDecoderCache and not getattr(config, "is_encoder_decoder", True)
+    return cache.self_attention_cache if alone else cache
 
 
 def _is_empty(cache: Any) -> bool:

@@ -151,6 +151,9 @@ class MaskReader:
             return self._diff(node)
         if name == "cumsum" and isinstance(args[0], fx.Node) and self.node(args[0]) in (0, sympy.false):
             return sympy.Integer(0)
+        if name == "pad" and isinstance(args[0], fx.Node) and len(args) == 4:
+            filled = self._number(0 if args[3] is None else args[3], node)
+            return filled if args[2] == "constant" and self.node(args[0]) == filled else None  # more of the same number
         if isinstance(args[0] if args else None, fx.Node):
             return self._view(node, name)
         return None
