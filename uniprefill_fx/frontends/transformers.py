@@ -89,10 +89,10 @@ def _annotated(mask: Any, given: dict[str, Any], maker: str) -> Any:
         packed = cache is None and given.get("position_ids") is not None
         if packed:
             return mask
-    elif padding.ndim != 2:
-        return mask
-    # Compared here, two sizes are one symbol from then on: otherwise nothing says that the padding is that of the keys.
-    elif (cache is None or _is_empty(cache)) and padding.shape != given["inputs_embeds"].shape[:2]:
-        return mask
+    else:
+        # Compared here, two sizes are one symbol from then on: else nothing says that the padding is that of the keys.
+        first, embeds = cache is None or _is_empty(cache), given.get("inputs_embeds")
+        if padding.ndim != 2 or (first and embeds is not None and padding.shape != embeds.shape[:2]):
+            return mask
     window = config.sliding_window if maker == "create_sliding_window_causal_mask" else None
     return torch.ops.uniprefill.known_mask(mask, padding, cache is not None, window)

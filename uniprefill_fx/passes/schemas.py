@@ -102,6 +102,8 @@ def _effects(node: fx.Node) -> Effects:
     declared = _declared(node, found) if found else None
     if declared is not None:
         return declared
+    if found and all(o.namespace == "uniprefill" for o in found):
+        return Effects()  # our own composites copy rows
     found_by_running = watched(node)
     if found_by_running is None and found:  # PyTorch's own operators mark what they write
         return Effects(tuple(_unmarked(node)), tuple(operands) if _holds_tensors(meta(node)) else ())

@@ -7,16 +7,15 @@ Before, for one layer (N tokens)::
 
 After, when the layer drops (K rows stay)::
 
-    attn = uniprefill.attention(q, k, v, ...)                      # (1, H, N, D), no mask
-    scores = uniprefill.score(q, k, None, token_bounds, ...)              # (1, blocks)
-    kept, token_bounds_1 = uniprefill.select(scores, token_bounds, ...)          # (1, K)
-    attn_1 = uniprefill.compact(attn, kept, 2)                     # (1, H, K, D)
-    x_1 = uniprefill.compact(x, kept, 1)                           # (1, K, hidden)
+    attn = uniprefill.attention(q, k, v, ...)                            # (1, H, N, D), no mask
+    scores = uniprefill.score(q, k, None, token_bounds, ...)             # (1, blocks)
+    kept, token_bounds_1 = uniprefill.select(scores, token_bounds, ...)  # (1, K)
+    attn_1 = uniprefill.compact(attn, kept, 2)                           # (1, H, K, D)
+    x_1 = uniprefill.compact(x, kept, 1)                                 # (1, K, hidden)
     h = add(x_1, linear(attn_1.transpose(1, 2).reshape(1, K, -1), w))
 
 `token_bounds` is a further input of the new graph, the first one: where the tokens of each prompt of a batch lie.
-Behind a
-drop a batch is a left-padded one, K columns for the request that keeps most; see `ops.select`.
+Behind a drop a batch is a left-padded one, K columns for the request that keeps most; see `ops.select`.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ class _Rewriter:
         self.sparse_row = {attention.node: row for row, (attention, _) in enumerate(plan.sparse)}
         self.windowed = {a.k for a in plan.attention_nodes if a.spec is not None and not a.full}
         self.layout_of = {drop.attention.output: drop.attention.of_output for drop in plan.drops}
-        self.count: list[Any] = []  # by level: number of rows, rows kept of the level before, positions, token_bounds
+        # By level: how many rows, which those are of the level before, their positions, the bounds of requests.
+        self.count: list[Any] = []
         self.kept_indices: list[Any] = [None]
         self.positions: list[Any] = []
         self.token_bounds: list[Any] = []
         self.several = plan.batch != 1
-
         self.index_positions: dict[int, Any] = {}
         self.biases: dict[tuple[fx.Node, float], fx.Node] = {}
 
