@@ -37,6 +37,12 @@ class Model(nn.Module):
         self.forward = noted
 
 
+@pytest.fixture
+def of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of this file pass for those of transformers."""
+    monkeypatch.setitem(globals(), "__name__", "transformers.models.made_up")
+
+
 def decoder(
     input_ids: Any,
     attention_mask: Any = None,
@@ -56,6 +62,7 @@ def reached(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tup
     return seen
 
 
+@pytest.mark.usefixtures("of_transformers")
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [((X, Y), {}), ((X,), {"attention_mask": Y}), ((), {"attention_mask": Y, "input_ids": X, "logits_to_keep": 0})],
@@ -70,10 +77,15 @@ def packed(*args: Any, **kwargs: Any) -> Any:
     return args
 
 
+def keyword_only(input_ids: Any, attention_mask: Any = None, *, logits_to_keep: int = 0) -> Any:
+    return input_ids
+
+
 def unnamed(input_ids: Any, /, mask: Any = None) -> Any:
     return input_ids
 
 
+@pytest.mark.usefixtures("of_transformers")
 @pytest.mark.parametrize(
     ("forward", "args", "kwargs"),
     [
@@ -89,10 +101,12 @@ def test_what_is_left_as_it_was_written(forward: Callable[..., Any], args: Any, 
     assert len(got) == len(args) and all(a is b for a, b in zip(got, args, strict=True)) and named == kwargs
 
 
+@pytest.mark.usefixtures("of_transformers")
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X,), {"input_ids": Y}), ((X, Y, None, None, 0, 1), {})])
-def test_wrong_calls_raise_what_python_raises(args: Any, kwargs: Any) -> None:
+@pytest.mark.parametrize("forward", [decoder, keyword_only])
+def test_wrong_calls_raise_what_python_raises(forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
     with pytest.raises(TypeError):
-        reached(decoder, *args, **kwargs)
+        reached(forward, *args, **kwargs)
 
 
 def test_hooks_see_the_call_as_it_was_written() -> None:
@@ -102,6 +116,12 @@ def test_hooks_see_the_call_as_it_was_written() -> None:
     assert len(seen) == 1 and seen[0][0] is X and seen[0][1] is Y
 
 
+def test_functions_that_others_wrote_see_the_call_as_it_was_written() -> None:
+    """A decorator may ask which keywords there are."""
+    assert reached(decoder, X, attention_mask=Y) == ((X,), {"attention_mask": Y})
+
+
+@pytest.mark.usefixtures("of_transformers")
 def test_a_column_of_a_longer_tensor_has_strides_of_its_own() -> None:
     ids = torch.arange(6).reshape(1, 6)
     _, named = reached(decoder, ids[:, 2:3], ids[:, 1:])

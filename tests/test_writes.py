@@ -212,11 +212,16 @@ def test_what_is_called_for_its_effect_stays() -> None:
 def test_an_effect_on_kept_rows_is_refused() -> None:
     """Nothing says what the operator does with its rows, so nothing says that kept ones will do."""
 
-    def op(y: Tensor) -> Tensor:
+    def rows(y: Tensor) -> Tensor:
         announce(y)
         return y * 0.1
 
-    assert_dense(channels_last(op), "announce")
+    def summary(y: Tensor) -> Tensor:
+        announce(y.norm())
+        return y * 0.1
+
+    assert_dense(channels_last(rows), "announce")
+    assert_dense(channels_last(summary), "announce")
 
 
 def test_what_nothing_is_known_of_may_write_all_that_it_reads() -> None:

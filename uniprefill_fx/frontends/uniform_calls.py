@@ -35,6 +35,7 @@ class UniformCalls:
         self.prompts, self.steps = (compile_call(module, **options) for _ in range(2))
         self.forward: Any = None  # whose defaults are known
         self.defaults: dict[str, Any] = {}
+        self.positional: list[str] = []  # those of `defaults` that may be given without their names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the model is a part of what is compiled
@@ -47,9 +48,11 @@ class UniformCalls:
     def _uniform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The same call by keywords, with usual defaults spelled out; None where that could mean something else."""
         defaults = self._defaults()
+        if not defaults:
+            return None
         if _says_the_default(self.module, kwargs, defaults):
             kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
-        named = dict(zip(defaults, args, strict=False)) | kwargs
+        named = dict(zip(self.positional, args, strict=False)) | kwargs
         # A keyword that `forward` does not name may be read by a decorator of it.
         if len(named) < len(args) + len(kwargs) or not named.keys() <= defaults.keys():
             return None
@@ -58,12 +61,18 @@ class UniformCalls:
         return {name: _usual_strides(full[name]) for name in defaults if name in full}
 
     def _defaults(self) -> dict[str, Any]:
-        """By name, those of `forward` as it is now; nothing where it takes arguments that have no name."""
+        """By name, those of `forward` as it is now; nothing where a caller's way of writing could matter to it.
+
+        It can to code that looks into its `**kwargs`, as a decorator or a user's own model may. Those of transformers
+        do not tell a default from what is left out.
+        """
         forward: Any = getattr(self.module.forward, "__func__", self.module.forward)
         if forward is not self.forward:
             every = [p for p in signature(self.module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
             nameless = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in every)
-            self.defaults = {} if nameless else {p.name: p.default for p in every}
+            known = not nameless and _is_of_transformers(forward)
+            self.defaults = {p.name: p.default for p in every} if known else {}
+            self.positional = [p.name for p in every if p.kind is not p.KEYWORD_ONLY]
             self.forward = forward
         return self.defaults
 
@@ -72,6 +81,15 @@ def compile_uniformly(module: nn.Module, **options: Any) -> None:
     """`module.compile(**options)`, whose calls are uniform."""
     calls: Callable[..., Any] = UniformCalls(module, **options)
     set_compiled_call(module, calls)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether transformers wrote a function, and whatever is wrapped around it."""
+    while function is not None:
+        if not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _says_the_default(module: nn.Module, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
@@ -45,6 +46,12 @@ def exposure_of(
     for node in graph.nodes:
         if node in head_region and not _last_rows(node, tokens, config.last_n):
             read = [n for n in node.all_input_nodes if n in row_dim]
+            if read and _last_rows(node, tokens, sys.maxsize):
+                raise refuse(
+                    Category.OUTPUT,
+                    f"more of the last rows are asked for than always stay (last_n={config.last_n})",
+                    "raise last_n, or ask for fewer (logits_to_keep, or tokens that a draft adds to the prompt)",
+                )
             if read:
                 row_dim[node] = _row_dim(node, read[0], row_dim[read[0]], tokens)
                 first = next((picked[n] for n in read if n in picked), node if _picks(node, read[0]) else None)

@@ -120,8 +120,8 @@ class _Checker:
                 self._proven(read)
             self.kinds[node] = self.axes.plain(meta(node)) or Same()
             return
-        if acts_outside_the_graph(node) and any(self.axes.dims(meta(n)) for n in node.all_input_nodes):
-            raise _mixes(f"nothing says what `{name_of(node)}` does with the rows that it reads")
+        if acts_outside_the_graph(node) and any(self.kind_of(n, node) != Same() for n in node.all_input_nodes):
+            raise _mixes(f"nothing says what `{name_of(node)}` does with rows, or with what is made of them")
         self.kinds[node] = kind = self._kind(node)
         if effects(node).writes:
             self._written(node, kind)
