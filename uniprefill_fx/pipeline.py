@@ -103,7 +103,8 @@ def _plan(c: Compilation) -> None:
     refusals = c.plan.refusals
     # of a prompt of one token there is nothing to say
     if c.config.strict and c.plan.prefill and refusals and refusals[-1].category is not Category.TOO_SHORT:
-        raise StrictError("; ".join(map(str, refusals)))
+        in_order = sorted(refusals, key=lambda refusal: float("inf") if refusal.layer is None else refusal.layer)
+        raise StrictError("; ".join(map(str, in_order)))
     if c.plan.rewrites:
         check_dtypes(c.config, meta(c.plan.attention_nodes[0].q).device)
 
