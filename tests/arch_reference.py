@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from arch_builders import Arch
 from arch_walk import Walked
-from eager_reference import DropSpec, Selection, select_rows
+from eager_reference import DropSpec, Selection, fused_logits, select_rows
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -199,25 +199,8 @@ class _Spelled(TorchFunctionMode):
         self.run.observe(self.layers[-1], every_head[..., : self.run.total])
         return weights
 
-    def fused(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        groups = q.shape[-3] // k.shape[-3] if enable_gqa else 1
-        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        elif attn_mask is not None:
-            added = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
-            scores = scores + (added if attn_mask.dtype == torch.bool else attn_mask)
+    def fused(self, *args: Any, **kwargs: Any) -> Tensor:
+        scores, v = fused_logits(*args, **kwargs)
         if not self.is_attention(scores.shape):
             return scores.softmax(-1) @ v
         return self.seen(scores.masked_fill(self.hidden(scores.shape), -torch.inf).softmax(-1)) @ v

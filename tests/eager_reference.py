@@ -130,6 +130,29 @@ def select_rows(token_scores: Tensor, spec: DropSpec, amount: float, prompt: int
     return Selection(rows, margin, gap)
 
 
+def fused_logits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The logits of `F.scaled_dot_product_attention`, whose signature this has, and the values for each head."""
+    groups = q.shape[-3] // k.shape[-3] if enable_gqa else 1
+    k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    return logits, v
+
+
 def attention_weights(q: Tensor, k: Tensor, q_at: Tensor, k_at: Tensor, scale: float, window: int | None) -> Tensor:
     """fp32 softmax of q (1, heads, T, D), labelled q_at (T,), over k (1, kv_heads, S, D): (1, heads, T, S)."""
     visible = k_at[None, :] <= q_at[:, None]

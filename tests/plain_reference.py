@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from eager_reference import DropSpec, Selection, select_rows
+from eager_reference import DropSpec, Selection, fused_logits, select_rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -58,26 +58,8 @@ class _Attention(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def fused(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        groups = q.shape[-3] // k.shape[-3] if enable_gqa else 1
-        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        elif attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
+    def fused(self, *args: Any, **kwargs: Any) -> Tensor:
+        scores, v = fused_logits(*args, **kwargs)
         return self.weights(scores) @ v
 
     def weights(self, scores: Tensor) -> Tensor:
