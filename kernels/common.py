@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 import triton
@@ -48,7 +47,6 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use."""
     if device.type != "cuda":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import triton
 
@@ -47,7 +46,6 @@ def _compiles(tiles: Tiles, columns: int, operands: int, shared_memory: int) -> 
     return registers <= (tiles.registers or THREAD_REGISTERS) and operands + OTHER_MEMORY <= shared_memory
 
 
-@lru_cache(1024)  # asked at every call, of the same few shapes
 def fit_scores(tiles: Tiles, head_dim: int, itemsize: int, fp8: bool, block_size: int, shared_memory: int) -> bool:
     """Whether `block_scores` compiles with these tiles, in `shared_memory` bytes a program."""
     dim, item = max(16, triton.next_power_of_2(head_dim)), 1 if fp8 else itemsize
@@ -56,7 +54,6 @@ def fit_scores(tiles: Tiles, head_dim: int, itemsize: int, fp8: bool, block_size
     return _compiles(tiles, columns, (keys + tiles.stages * tiles.rows) * dim * item, shared_memory)
 
 
-@lru_cache(1024)
 def score_tiles(head_dim: int, itemsize: int, fp8: bool, block_size: int, shared_memory: int) -> Tiles | None:
     """Tiles of `block_scores` that fit in `shared_memory` bytes a program; None if there are none.
 
@@ -82,7 +79,6 @@ def blocks_of_a_tile(tiles: Tiles, block_size: int) -> int:
     return max(1, tiles.keys // triton.next_power_of_2(block_size))
 
 
-@lru_cache(1024)
 def fit_attention(tiles: Tiles, head_dim: int, v_dim: int, itemsize: int, shared_memory: int) -> bool:
     """Whether `position_attention` compiles with these tiles, in `shared_memory` bytes a program."""
     dim, v_dim = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(v_dim))
@@ -91,7 +87,6 @@ def fit_attention(tiles: Tiles, head_dim: int, v_dim: int, itemsize: int, shared
     return _compiles(tiles, tiles.keys + v_dim, loaded, shared_memory)
 
 
-@lru_cache(1024)
 def attention_tiles(
     head_dim: int, v_dim: int, itemsize: int, queries: int, groups: int, window: int | None, shared_memory: int
 ) -> Tiles | None:
