@@ -53,7 +53,7 @@ def _teach(name: str, function: Any) -> None:
         # Dynamo takes a tensor for an input of the graph when somebody looks at it.
         tensors = {argument: value for argument, value in given.items() if isinstance(value, torch.Tensor)}
         embeds = tensors.get("inputs_embeds")
-        if embeds is not None and (cache is None or (type(cache) in ADOPTED and _is_empty(cache))):
+        if embeds is not None and _is_first(cache):
             comptime(ask_for_symbols)
         return _annotated(original(*args, **kwargs), given, name)
 
@@ -64,8 +64,12 @@ def _of_decoder(cache: Any, config: Any) -> Any:
     return cache.self_attention_cache if alone else cache
 
 
-def _is_empty(cache: Any) -> bool:
-    return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)  # states have no such flag
+def _is_first(cache: Any) -> bool:
+    """Whether a call is the first one: it has no cache, or one that we know and that holds no keys yet."""
+    if cache is None:
+        return True
+    # layers of states have no such flag
+    return type(cache) in ADOPTED and not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
 
 
 # Further arguments that change what a mask lets through.
@@ -91,8 +95,8 @@ def _annotated(mask: Any, given: dict[str, Any], maker: str) -> Any:
             return mask
     else:
         # Compared here, two sizes are one symbol from then on: else nothing says that the padding is that of the keys.
-        first, embeds = cache is None or _is_empty(cache), given.get("inputs_embeds")
-        if padding.ndim != 2 or (first and embeds is not None and padding.shape != embeds.shape[:2]):
+        embeds = given.get("inputs_embeds")
+        if padding.ndim != 2 or (_is_first(cache) and embeds is not None and padding.shape != embeds.shape[:2]):
             return mask
     window = config.sliding_window if maker == "create_sliding_window_causal_mask" else None
     return torch.ops.uniprefill.known_mask(mask, padding, cache is not None, window)
