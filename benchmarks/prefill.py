@@ -51,8 +51,8 @@ from prefill_tools import Progress, guarded, table
 LENGTHS = [1024, 4096, 16_384, 32_768, 65_536, 131_072]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What the command line says; `parser` may know options of its own."""
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
     parser.add_argument("--name", default="prefill.json", help="its file name (%(default)s)")
     parser.add_argument("--model", choices=sorted(DROPS), default="llama-3.1-8b")
@@ -88,7 +88,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = arguments()
+    args = arguments(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     progress = Progress(args.budget)
     if args.dry_run:
         progress.say("DRY RUN on the CPU, tiny and in float32: nothing below is a result")

@@ -5,7 +5,7 @@
 
 The model, its random weights and what is dropped are those of `prefill.py`. Random weights attend diffusely, so the
 density is imposed: at each length `sparse_alpha` is searched until the computed part of the causal blocks is that of
-structured attention (`--densities`; of `block_sparse.py`'s inputs unless given). Means, energies, lists and attention
+`block_sparse.py`'s structured inputs at alpha 0.1, unless --density says another one for a length. Means, energies, lists and attention
 over them really run; what is chosen means nothing. *Sparse* keeps every token by keep_ratio 1, so it pays for scoring.
 The limits are the times measured without sparsity (*dense*; *dropped* for both) less the attention left out:
 SDPA's own time, measured at the rows that each layer has, times one less the density.
@@ -13,6 +13,7 @@ SDPA's own time, measured at the rows that each layer has, times one less the de
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import statistics
@@ -55,10 +56,15 @@ class SparseBench(Bench):
 
     def density(self, kind: str, ids: torch.Tensor) -> float:
         """The computed part of the causal blocks, averaged over layers."""
+        found = self.watched(kind, ids).density
+        return sum(found.values()) / len(found)
+
+    def watched(self, kind: str, ids: torch.Tensor) -> uniprefill_fx.LastCall:
+        """What one prefill did."""
         self.call(kind, ids)
         call = uniprefill_fx.last_call()
         assert call is not None
-        return sum(call.density.values()) / len(call.density)
+        return call
 
     def impose(self, ids: torch.Tensor, wanted: float) -> float:
         """Search the alpha that computes so much; returns what was reached."""
@@ -74,22 +80,25 @@ class SparseBench(Bench):
     def measure(self, tokens: int, repeats: int = 3) -> None:
         """All kinds in turns at one length."""
         ids, result = self.ids(tokens), self.result(tokens)
-        wanted = DENSITIES.get(tokens, DENSITIES[min(DENSITIES, key=lambda n: abs(n - tokens))])
+        densities = DENSITIES | dict(self.args.density)
+        wanted = densities[min(densities, key=lambda n: abs(n - tokens))]
         result |= {"wanted_density": wanted, "density": self.impose(ids, wanted), "alpha": self.alpha}
         result["density_both"] = self.density("both", ids)
-        rows = result["rows_both"] = list(uniprefill_fx.last_call().num_tokens)
+        calls = {kind: self.watched(kind, ids) for kind in ("sparse", "both")}
+        result["rows_both"] = list(calls["both"].num_tokens)
         times: dict[str, list[Timing]] = {kind: [] for kind in KINDS}
         for _ in range(repeats):
             for kind, found in times.items():
                 found.append(self.clock.time(lambda kind=kind: self.call(kind, ids)))
         for kind, found in times.items():
             result[kind] = median(found)
-        saved = {n: self.attention_ms(n) for n in {tokens, *rows}}
-        limits = {
-            "sparse": result[DENSE]["ms"] - len(rows) * saved[tokens] * (1 - result["density"]),
-            "both": result["dropped"]["ms"] - sum(saved[n] for n in rows) * (1 - result["density_both"]),
-        }
-        result["attention_ms"], result["limit_ms"] = saved, limits
+        lengths = {call.num_tokens[layer] for call in calls.values() for layer in call.density}
+        attention = result["attention_ms"] = {n: self.attention_ms(n) for n in lengths}
+        limits = result["limit_ms"] = {}
+        for kind, call in calls.items():
+            left_out = {layer: 1 - density for layer, density in call.density.items()}
+            saved = sum(attention[call.num_tokens[layer]] * part for layer, part in left_out.items())
+            limits[kind] = result[DENSE if kind == "sparse" else "dropped"]["ms"] - saved
         row = ", ".join(f"{kind} {result[kind]['ms']:.1f}" for kind in KINDS)
         ratios = ", ".join(f"{kind} {result[DENSE]['ms'] / result[kind]['ms']:.2f}x" for kind in KINDS[1:])
         self.progress.say(f"{tokens:,} tokens, density {result['density']:.3f}: {row} ms; {ratios}; limits {limits}")
@@ -112,8 +121,15 @@ class SparseBench(Bench):
         (self.args.out / name).write_text(json.dumps(self.report, indent=1) + "\n")
 
 
+def _density(text: str) -> tuple[int, float]:
+    tokens, _, part = text.partition("=")
+    return int(tokens), float(part)
+
+
 def main() -> None:
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--density", type=_density, nargs="+", default=[], metavar="TOKENS=PART")
+    args = arguments(parser)
     progress = Progress(args.budget)
     bench = SparseBench(args, progress)
     with torch.inference_mode():

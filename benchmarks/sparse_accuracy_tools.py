@@ -21,7 +21,7 @@ from uniprefill_fx.runtime.prefill import Prefill
 from uniprefill_fx.tools.cli_inputs import load_model
 
 EVERY_BLOCK = 1e-30
-"""An alpha with which the kernel computes every block; 0 would run dense attention."""
+"""An alpha that chooses every block; 0 would not choose. On a card such attention is then dense by itself."""
 
 LOGITS = 2**28
 """Most numbers of logits that are looked at together."""
@@ -40,7 +40,7 @@ class Setting:
         if self.alpha == 0.0:
             return "dense attention"
         if self.alpha == EVERY_BLOCK:
-            return "all blocks, by the kernel"
+            return "all blocks"
         return f"alpha {self.alpha:g}" + ("" if self.correction else ", no correction") + (", fp8" if self.fp8 else "")
 
 

@@ -180,6 +180,25 @@ def test_alpha_0_is_dense(run: Run) -> None:
     assert computed == causal
 
 
+def with_dense_marked(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """With dense attention whose result is all ones (runs in the worker)."""
+    return block_sparse_attention(**arguments, dense=lambda: torch.ones_like(arguments["q"]))
+
+
+@pytest.mark.parametrize("alpha, is_dense", [(0.01, True), (0.6, False)])
+def test_dense_attention_is_taken_where_nearly_all_blocks_are_kept(run: Run, alpha: float, is_dense: bool) -> None:
+    arguments = Case(2000, options={"alpha": alpha}).arguments(5)
+    want = reference(**arguments)
+    kept, allowed = sum(map(len, want.kept.values())), sum(want.causal.values())
+    assert (kept > 0.75 * allowed) is is_dense and kept < allowed
+    got, totals = run(with_dense_marked, **arguments)
+    if is_dense:
+        assert (got == 1).all() and totals.tolist() == [allowed, allowed]
+    else:
+        torch.testing.assert_close(got.double(), want.out, rtol=0, atol=TOLERANCE * run.slack)
+        check_selection(totals, want)
+
+
 OTHER_TILES: dict[str, dict[str, Any]] = {
     "few rows": {"tiles": AttentionTiles(32, 32, 4, 1), "energy_tiles": EnergyTiles(32, 64, 4, 1)},
     "by descriptors": {"tiles": AttentionTiles(128, 64, 8, 2, descriptors=True)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,11 @@ from uniprefill_fx.kernels.block_sparse_attention.tiles import (
     EnergyTiles,
 )
 from uniprefill_fx.specs import TILE_ROWS
+
+
+PAYS_UP_TO = 0.75
+"""Part of the blocks above which dense attention is as fast: .71 of them at 8,192 tokens, .83 at 16,384 and .93 at
+131,072 on an H200 against cuDNN (benchmarks/block_sparse_notes.md)."""
 
 
 class Selection(NamedTuple):
@@ -78,6 +84,7 @@ def block_sparse_attention(
     dtype: Literal["input", "fp8"] = "input",
     tiles: AttentionTiles | None = None,
     energy_tiles: EnergyTiles | None = None,
+    dense: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention that computes, for each tile of queries, only the blocks of keys that matter (FlashPrefill V2).
 
@@ -107,6 +114,8 @@ def block_sparse_attention(
             a batch row and kv head, queries with a power of two a tile, weights times 2^8. Selection keeps the type of
             the inputs.
         tiles, energy_tiles: for measurements; usual ones otherwise.
+        dense: gives dense attention over the same rows. It is taken where more than `PAYS_UP_TO` of the blocks would be
+            computed, to find out which the host waits for the counts. None: never, and nothing waits.
 
     Returns:
         (batch, heads, queries, v_dim) in the dtype of q, laid out as (batch, queries, heads, v_dim), and (2,) int64 on
@@ -131,6 +140,10 @@ def block_sparse_attention(
         energy_tiles,
     )  # fmt: skip
     blocks, k_means, v_means, _, largest = selection
+    if dense is not None:
+        kept, allowed = blocks.totals.tolist()
+        if kept > PAYS_UP_TO * allowed:
+            return dense().to(result_dtype), blocks.totals[1:].repeat(2)
     quantised = None
     if largest is not None:
         quantised = quantise_blocks(k, v, k_means, v_means, token_bounds, block_size, largest)
