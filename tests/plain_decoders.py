@@ -369,6 +369,27 @@ class Parallel(Decoder):
         return self.head(x)
 
 
+# A residual stream that each layer scales and shifts, channel by channel.
+
+
+class ScaledResidualLayer(GptLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(1 + 0.2 * torch.randn(WIDTH) for _ in range(4))
+        self.shifts = nn.ParameterList(0.2 * torch.randn(WIDTH) for _ in range(4))
+
+    def scaled(self, x: Tensor, which: int) -> Tensor:
+        return (x + self.shifts[which]) * self.scales[which]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scaled(self.attend(self.ln_1(x)), 0) + self.scaled(x, 1)
+        return self.scaled(self.mlp(self.ln_2(x)), 2) + self.scaled(x, 3)
+
+
+class ScaledResidual(Gpt):
+    layer = ScaledResidualLayer
+
+
 # Products written as einsum, over (B, N, heads, dim); the mask is multiplied in as a large negative number.
 
 
@@ -441,6 +462,7 @@ DECODERS: dict[str, type[Any]] = {
         Packed,
         Alibi,
         Parallel,
+        ScaledResidual,
         Einsum,
         TorchLayers,
         TorchAttention,

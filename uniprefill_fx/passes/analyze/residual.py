@@ -13,6 +13,7 @@ from uniprefill_fx.passes.dataflow import Ancestry
 from uniprefill_fx.passes.node_utils import name_of, shape, token_dims
 
 ADDS = frozenset({"add", "iadd", "add_"})
+SCALES = ADDS | {"mul", "multiply"}
 
 
 def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> list[tuple[fx.Node, fx.Node]]:
@@ -25,7 +26,7 @@ def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> 
     for node in graph.nodes:
         if name_of(node) not in ADDS or len(node.args) < 2:
             continue
-        left, right = (_unscaled(a) for a in node.args[:2])
+        left, right = (_unscaled(a, tokens) for a in node.args[:2])
         if left is None or right is None or left is right:
             continue
         if shape(left) is None or shape(left) != shape(right) or not token_dims(node, tokens):
@@ -37,15 +38,17 @@ def residual_adds(graph: fx.Graph, tokens: sympy.Symbol, ancestry: Ancestry) -> 
     return found
 
 
-def _unscaled(value: Any) -> fx.Node | None:
-    """An operand before casts and multiplication by a number (MiniMax: `alpha * x + beta * f(x)`)."""
+def _unscaled(value: Any, tokens: sympy.Symbol) -> fx.Node | None:
+    """An operand before casts, and before scales and shifts that are the same for every token.
+
+    MiniMax: `alpha * x + beta * f(x)`, with numbers; Zaya: `(x + bias) * scale`, with a vector over channels.
+    """
     while isinstance(value, fx.Node):
         name, args = name_of(value), value.args
-        if name in ("mul", "multiply") and len(args) == 2:
-            numbers = [a for a in args if not isinstance(a, fx.Node) or shape(a) == ()]
-            nodes = [a for a in args if isinstance(a, fx.Node) and shape(a) != ()]
-            if len(numbers) == 1 and len(nodes) == 1:
-                value = nodes[0]
+        if name in SCALES and len(args) == 2:
+            streams = [a for a in args if isinstance(a, fx.Node) and token_dims(a, tokens)]
+            if len(streams) == 1 and shape(streams[0]) == shape(value):
+                value = streams[0]
                 continue
         if name in ("to", "float", "type_as", "dropout", "contiguous") and args:
             value = args[0]
