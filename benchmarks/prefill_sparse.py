@@ -5,10 +5,10 @@
 
 The model, its random weights and what is dropped are those of `prefill.py`. Random weights attend diffusely, so the
 density is imposed: at each length `sparse_alpha` is searched until the computed part of the causal blocks is that of
-`block_sparse.py`'s structured inputs at alpha 0.1, unless --density says another one for a length. Means, energies, lists and attention
-over them really run; what is chosen means nothing. *Sparse* keeps every token by keep_ratio 1, so it pays for scoring.
-The limits are the times measured without sparsity (*dense*; *dropped* for both) less the attention left out:
-SDPA's own time, measured at the rows that each layer has, times one less the density.
+`block_sparse.py`'s structured inputs at alpha 0.1, unless --density says another one for a length. Means, energies,
+lists and attention over them really run; what is chosen means nothing. *Sparse* keeps every token by keep_ratio 1, so
+it pays for scoring. The limits are the times measured without sparsity (*dense*; *dropped* for both) less the attention
+left out: SDPA's own time, measured at the rows that each block-sparse layer has, times one less the density.
 """
 
 from __future__ import annotations

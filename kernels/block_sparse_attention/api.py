@@ -21,7 +21,6 @@ from uniprefill_fx.kernels.block_sparse_attention.tiles import (
 )
 from uniprefill_fx.specs import TILE_ROWS
 
-
 PAYS_UP_TO = 0.75
 """Part of the blocks above which dense attention is as fast: .71 of them at 8,192 tokens, .83 at 16,384 and .93 at
 131,072 on an H200 against cuDNN (benchmarks/block_sparse_notes.md)."""

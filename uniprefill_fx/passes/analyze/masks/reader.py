@@ -71,7 +71,9 @@ class MaskReader:
         condition, added = visible(seen)
         if added is None:
             raise refuse(
-                Category.MASK, f"an additive mask that hides nothing: `{name_of(mask)}`", "such a layer stays dense"
+                Category.MASK,
+                f"an additive mask with values of its own for tokens it shows: `{name_of(mask)}`",
+                "such a layer stays dense",
             )
         return condition, added
 
