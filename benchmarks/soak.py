@@ -43,7 +43,7 @@ import uniprefill_fx
 SPEC = DropSpec((1, 3), p=0.8, block_size=16, last_n=16, sink_tokens=16)
 LAYERS, MIN_TOKENS, STEPS, THREADS = 5, 48, 5, 8
 # A card adds products in another order, and multiplies float32 as three products of TF32.
-TIES, TOLERANCES = {"cpu": 1e-4, "cuda": 1e-3}, {"cpu": 2e-4, "cuda": 2e-3}
+TIES, TOLERANCES = {"cpu": 1e-4, "cuda": 2e-4}, {"cpu": 2e-4, "cuda": 2e-3}
 
 
 class Tie(Exception):
