@@ -47,14 +47,14 @@ def _ambiguous(graph: fx.Graph, found: list[AttentionNode]) -> bool:
     """Whether attentions of one number are of several layers: numbered further inside (layers in a list of models), or
     computed by one module from what it returned before (fewer modules than layers)."""
     pairs = [(a, b) for a, b in itertools.combinations(found, 2) if a.layer == b.layer]
-    if any(_numbers(a.path) != _numbers(b.path) for a, b in pairs):
+    if any(_numbers_in(a.path) != _numbers_in(b.path) for a, b in pairs):
         return True
     again = [(a, b) for a, b in pairs if a.path == b.path]
     ancestry = Ancestry(graph) if again else None
     return ancestry is not None and any(ancestry.depends(b.node, a.node) for a, b in again)
 
 
-def _numbers(path: str) -> list[str]:
+def _numbers_in(path: str) -> list[str]:
     return [part for part in path.split(".") if part.isdigit()]
 
 

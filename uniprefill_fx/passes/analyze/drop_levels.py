@@ -17,13 +17,11 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.batch import request_dim
 from uniprefill_fx.passes.analyze.rowwise import check_rows
 from uniprefill_fx.passes.analyze.rowwise_kinds import Axes
+from uniprefill_fx.passes.analyze.rowwise_ops import CREATIONS
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, meta, name_of, token_dims
 
-FILLS = frozenset(
-    "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like".split()
-)
 INDEXING = frozenset("getitem index_select gather take_along_dim index_add_ index_copy_ scatter_ scatter_add_".split())
 CARRY = frozenset(
     "to long int view reshape expand unsqueeze squeeze getitem repeat_interleave floordiv contiguous "
@@ -118,7 +116,7 @@ def _written_later(
         inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in _read_by(node, attention_of)]
         rough[node] = 0 if node in head_region else max(inputs, default=0)
         for buffer in written_nodes(node):
-            if name_of(buffer) in FILLS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
+            if name_of(buffer) in CREATIONS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
                 late.setdefault(buffer, rough[node])
     return late
 
@@ -216,7 +214,7 @@ def gather_rules(
                 continue
             sizes = meta(read).shape
             name = name_of(read)
-            if (name in FILLS and read not in outputs) or (name == "arange" and row_numbers(read, found)):
+            if (name in CREATIONS and read not in outputs) or (name == "arange" and row_numbers(read, found)):
                 moves[read] = GatherRule(Move.REPEAT)
             elif len(dims) == 1 and expression(sizes[dims[0]]) == tokens:
                 moves[read] = GatherRule(Move.GATHER, dims[0], request_dim(read, dims[0], batch))

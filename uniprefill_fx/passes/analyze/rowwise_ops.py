@@ -22,10 +22,10 @@ POINTWISE = frozenset(
     "addcdiv to float half bfloat16 double long int bool type type_as clone contiguous detach positive copy xlogy "
     "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
 )
-FILLS = frozenset(
-    "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like "
-    "zero fill".split()
+CREATIONS = frozenset(
+    "zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like".split()
 )
+FILLS = CREATIONS | {"zero", "fill"}
 # name -> the place of the dimensions among its arguments, and those it takes where none are given (None: all)
 ALONG: dict[str, tuple[int, int | None]] = {
     **{n: (1, None) for n in "sum mean prod amax amin max min argmax argmin all any std var logsumexp median".split()},

@@ -52,7 +52,7 @@ class Regions:
         kind_of: Callable[..., Kinds],
     ) -> None:
         self.graph, self.axes, self.level, self.kind_of = graph, axes, level, kind_of
-        self.numbers = _numbers(graph)
+        self.numbers = _hints(graph)
         self.longest = _largest_number(graph, level)
         self.chain: list[fx.Node] = []  # nodes of chains, in order
         self.run_up_to = 0
@@ -244,7 +244,7 @@ def _filled(kind: Kinds, mixed: Mixed) -> Kinds:
     return mixed if kind is None else kind
 
 
-def _numbers(graph: fx.Graph) -> dict[sympy.Symbol, int]:
+def _hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
     """What tracing had for the symbols of sizes."""
     found: dict[sympy.Symbol, int] = {}
     for node in graph.nodes:

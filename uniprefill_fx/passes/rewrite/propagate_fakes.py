@@ -43,7 +43,7 @@ class _Propagator(fx.Interpreter):
         self.sizes: dict[sympy.Symbol, torch.SymInt] = {}
         self.hints: dict[sympy.Symbol, int] = {}
         self.inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self.taken = set(_numbers(self.inputs))
+        self.taken = set(_sizes_of(self.inputs))
         # Layers repeat one another. A call of what was called before, with values of the same sizes, gives the value
         # that it gave then, and values of the same sizes are one value; unless a call changes sizes in place.
         self.repeats = not any(torch.Tag.inplace_view in o.tags for n in gm.graph.nodes for o in overloads(n))
@@ -162,7 +162,7 @@ class _NoKeyError(Exception):
     """An argument that nothing says of when it is the same as another."""
 
 
-def _numbers(inputs: list[fx.Node]) -> Iterator[int]:
+def _sizes_of(inputs: list[fx.Node]) -> Iterator[int]:
     """Every fixed size of the inputs, and every number that one of their symbolic sizes was traced with."""
     for node in inputs:
         value = meta(node)
