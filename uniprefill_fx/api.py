@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from uniprefill_fx.config import PrefillConfig, preset_for
 from uniprefill_fx.frontends.uniform_calls import compile_uniformly
 from uniprefill_fx.runtime.copies import note_compiled
 from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
+from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.torch_internals import compiled_module
 
 
@@ -33,14 +34,15 @@ def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> Any:
+@shows_options()
+def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Unpack[Options]) -> Any:
     """Compile a decoder in place, so that calls of it and `model.generate()` drop tokens; returns the model.
 
     Args:
         model: an `nn.Module` (compiled in place, as by `nn.Module.compile`; a peft wrapper together with the model
             inside) or a function (a compiled one is returned).
         fullgraph, dynamic: as for `torch.compile`.
-        options: see `PrefillConfig`; they override the preset of the model's type and depth.
+        options: listed below; they override the preset of the model's type and depth.
 
     Raises:
         OptionError: an unknown option or a bad value.

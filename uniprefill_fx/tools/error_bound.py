@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,7 @@ from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
 from uniprefill_fx.runtime.prefill import Prefill, disabled
+from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.specs import SparseSpec, bias_of_request
 from uniprefill_fx.tools.isolated import isolated, takes
 
@@ -124,7 +125,8 @@ class BoundReport:
         return "\n".join(lines)
 
 
-def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport:
+@shows_options(inner_backend=...)
+def error_bound(model: Any, input_ids: Tensor, /, **options: Unpack[Options]) -> BoundReport:
     """Run one prompt dense and as the options say, without an inner backend, and measure what was lost where.
 
     For looking closely at a model: the scores of the last queries are formed whole, (heads, last_n, tokens) in

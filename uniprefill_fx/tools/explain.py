@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -12,6 +12,7 @@ from uniprefill_fx.api import options_for
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
+from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.tools import html_report
 from uniprefill_fx.tools.isolated import isolated, takes
 from uniprefill_fx.tools.report import Report
@@ -31,7 +32,10 @@ class Explanation(Report):
         return html_report.figure(self)
 
 
-def explain(model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None = None, **options: Any) -> Explanation:
+@shows_options(inner_backend="eager")
+def explain(
+    model: Any, input_ids: Any = None, /, *, call: dict[str, Any] | None = None, **options: Unpack[Options]
+) -> Explanation:
     """Trace a model, run one prompt through it, and report what was found and what was dropped where.
 
     Nothing of this is kept: the model stays as it is, compiled or not.

@@ -45,10 +45,11 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
         graphs.append(("Rewritten, after", _code(report.after)))
     tokens = None if call is None else call.tokens
     options = ", ".join(f"{name}={value!r}" for name, value in _chosen(report).items())
+    version = metadata.version("uniprefill-fx")
     return {
         "title": f"{report.model}: {plan.num_layers} layers, "
         + (f"{tokens:,} tokens" if tokens else "length not known"),
-        "made": f"{datetime.date.today().isoformat()}, uniprefill-fx{_version()}, torch {torch.__version__}",
+        "made": f"{datetime.date.today().isoformat()}, uniprefill-fx {version}, torch {torch.__version__}",
         "headline": report.headline,
         "dropped": call is not None and call.dropped,
         "about": options,
@@ -59,13 +60,6 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
         "passes": _passes(report.decoder.seconds),
         "graphs": graphs,
     }
-
-
-def _version() -> str:
-    try:
-        return " " + metadata.version("uniprefill-fx")
-    except metadata.PackageNotFoundError:  # a checkout on the path
-        return ", not installed"
 
 
 def _passes(seconds: dict[str, float]) -> list[tuple[str, float]]:
