@@ -14,7 +14,7 @@ from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.tools import html_report
-from uniprefill_fx.tools.isolated import isolated, takes
+from uniprefill_fx.tools.isolated import checked_prompt, isolated, takes
 from uniprefill_fx.tools.report import Report
 from uniprefill_fx.torch_internals import compiled_module
 
@@ -46,8 +46,10 @@ def explain(
         options: as for `uniprefill_fx.compile`; `inner_backend` is "eager" unless given.
 
     Raises:
-        OptionError: an unknown option or a bad value. RuntimeError: Dynamo handed over no graph.
+        OptionError: an unknown option or a bad value. TypeError, ValueError: no model, or no prompt for it.
+        RuntimeError: Dynamo handed over no graph.
     """
+    checked_prompt(model, input_ids)
     config = PrefillConfig.from_options({"inner_backend": "eager", **options_for(model, options)})
     compilations: list[Compilation] = []
 

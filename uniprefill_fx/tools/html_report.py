@@ -209,8 +209,11 @@ def figure(report: Report) -> Any:
     Raises:
         ImportError: matplotlib is not installed. ValueError: the report holds no prompt.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError("plot() needs matplotlib: pip install matplotlib") from error
 
     call = report.call
     if call is None or call.tokens is None:
