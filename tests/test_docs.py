@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -62,10 +63,39 @@ def test_code_is_code(page: Path) -> None:
 
 
 def test_every_option_is_in_the_table() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("[start:options]") : text.index("[end:options]")]
-    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(named) == sorted(option.name for option in dataclasses.fields(uniprefill_fx.PrefillConfig))
+
+
+def test_the_readme_is_short_and_says_first_what_a_newcomer_asks() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) < 1200
+    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert heads[:5] == ["Install", "Use", "How fast", "What you risk", "Is it for you?"]
+    assert text.count("![") == 1
+    table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    (rows, exact), (own_exact, own_rows) = (
+        re.findall(pattern, page)[0]
+        for pattern, page in ((r"(\d+) rows: (\d+) drops exactly", table), (r"(\d+) of (\d+) drop exactly", text))
+    )
+    assert (own_rows, own_exact) == (rows, exact)
+
+
+def test_speeds_of_the_readme_are_measured() -> None:
+    """Every row of its table is a row of the benchmark's results."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "benchmarks" / "results" / "prefill_llama8b.json").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| ([\d,]+) \|(.*)\|$", text, re.MULTILINE)
+    by_tokens = {f"{row['tokens']:,}": row for row in found["results"]}
+    for tokens, cells in rows:
+        row = by_tokens[tokens]
+        dense, ours = row["dense"], row["uniprefill"]
+        stock = f"{row['stock']['ms']:,.0f}" if "stock" in row else ""
+        numbers = [f"{dense['ms']:,.0f}", f"{ours['ms']:,.0f}", f"{dense['ms'] / ours['ms']:.2f}"]
+        want = [stock, *numbers, f"{ours['peak_gib'] / dense['peak_gib']:.2f}"]
+        assert [cell.strip() for cell in cells.split("|")] == want
+    assert len(rows) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs builds it")
