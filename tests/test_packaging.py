@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from checkpoints import ROOT
 
+from uniprefill_fx.tools.html_report import PARTS
+
 BUILD = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
 LOOK = (
     "import uniprefill_fx.kernels.block_scores.kernel as k, transformers.utils as t, importlib.util as u; "
@@ -52,7 +54,7 @@ def test_a_wheel_holds_the_kernels_inside_the_package(wheel: Path) -> None:
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "kernels").rglob("*.py")}
     assert {f"uniprefill_fx/{name}" for name in kernels} <= set(names) and kernels
     assert not [name for name in names if name.startswith("kernels/")]
-    assert {"uniprefill_fx/py.typed", "uniprefill_fx/tools/report_page.html"} <= set(names)
+    assert {"uniprefill_fx/py.typed", *(f"uniprefill_fx/tools/page/{name}" for name in PARTS)} <= set(names)
 
 
 def test_installed_it_brings_no_package_named_kernels(wheel: Path, tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--inner-backend", default=backend, help="compiles the pieces (%(default)s)")
         if name == "explain":
             command.add_argument("--html", type=Path, help="also write the report as a page")
+            command.add_argument(
+                "--answer", type=_positive, default=0, metavar="N", help="tokens to generate, compared"
+            )
         if name == "demo":
             command.add_argument("--new-tokens", type=_positive, default=16, help="to generate (%(default)s)")
             command.add_argument("--expect", metavar="TEXT", help="says whether the answers hold this text")

@@ -36,10 +36,10 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> Result:
 def explain(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> Result:
     """The report of the first prompt, also as a page with --html."""
     say("tracing the model, and running the prompt once")
-    report = uniprefill_fx.explain(subject.model, subject.prompts[0], **options)
-    say("counting what was saved")
+    report = uniprefill_fx.explain(subject.model, subject.prompts[0], answer=args.answer, **options)
     call, savings = report.call, report.savings
     if args.html is not None:
+        say("running it twice more, for the page's slider")
         report.to_html(args.html, subject.tokenizer)
         say(f"wrote {args.html}")
     result = decisions(report.plan, report.decoder.seconds) | _ran(call)
