@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import json
 import re
@@ -62,6 +63,13 @@ def test_code_is_code(page: Path) -> None:
             assert hasattr(uniprefill_fx, name), name
 
 
+def test_everything_public_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    found = re.findall(r"^::: (uniprefill_fx[\w.]*)\.(\w+)$", text, re.MULTILINE)
+    names = {name for module, name in found if hasattr(importlib.import_module(module), name)}
+    assert names - {"Explanation"} == set(uniprefill_fx.__all__)
+
+
 def test_every_option_is_in_the_table() -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
@@ -98,9 +106,14 @@ def test_speeds_of_the_readme_are_measured() -> None:
     assert len(rows) == 3
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs builds it")
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mkdocs", "mkdocstrings"))),
+    reason="mkdocs and mkdocstrings are not installed: make docs builds it",
+)
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    shown = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert "What a sliding window counts after a drop" in shown, "the options' texts"
     assert "uniprefill.select" in (tmp_path / "how-it-works" / "index.html").read_text(encoding="utf-8")

@@ -46,7 +46,8 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
     Args:
         model: an `nn.Module` (compiled in place, as by `nn.Module.compile`; a peft wrapper together with the model
             inside) or a function (a compiled one is returned).
-        fullgraph, dynamic: as for `torch.compile`.
+        fullgraph: as for `torch.compile`.
+        dynamic: as for `torch.compile`.
         options: listed below; they override the preset of the model's type and depth.
 
     Raises:
