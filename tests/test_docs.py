@@ -76,6 +76,15 @@ def test_every_option_is_in_the_table() -> None:
     assert sorted(named) == sorted(option.name for option in dataclasses.fields(uniprefill_fx.PrefillConfig))
 
 
+def test_the_notebook_is_code_without_results() -> None:
+    """Results would be of another machine; `make notebook` makes them."""
+    cells = json.loads((ROOT / "examples" / "first_minute.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 5 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    for cell in code:
+        ast.parse("".join(cell["source"]))
+
+
 def test_the_readme_is_short_and_says_first_what_a_newcomer_asks() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) < 1200

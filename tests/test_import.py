@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import pydoc
+import re
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from checkpoints import ROOT
 
 import uniprefill_fx
@@ -74,6 +76,13 @@ def test_a_checkout_says_what_an_installation_would() -> None:
 
 def test_version_is_that_of_the_installation() -> None:
     assert metadata.version("uniprefill-fx") == uniprefill_fx.__version__
+
+
+def test_every_place_that_names_the_version_names_this_one() -> None:
+    version = uniprefill_fx.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    newest = re.findall(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    assert newest == version
 
 
 def test_dir_has_the_public_names_only() -> None:

@@ -25,6 +25,10 @@ LOOK = (
 )
 
 
+FOLDERS = ("tests", "examples", "benchmarks", "docs", ".ci", ".github")
+FILES = ("Makefile", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md")
+
+
 def run(*command: str, **options: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,8 +41,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("uniprefill_fx", "kernels"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in (*FILES, "LICENSE", "README.md", "pyproject.toml", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     return folder
 
 
@@ -72,6 +78,10 @@ def test_a_source_distribution_builds_the_same_wheel(checkout: Path, wheel: Path
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()
+    for name in FOLDERS:  # what the tests need
+        inside = {path.relative_to(checkout) for path in (checkout / name).rglob("*") if path.is_file()}
+        assert inside and not {path for path in inside if not (source / path).is_file()}
+    assert all((source / name).is_file() for name in FILES)
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source))
     again = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     assert {n for n in again if n.endswith(".py")} == {

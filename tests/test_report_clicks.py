@@ -72,6 +72,7 @@ def test_scores_are_the_attention_of_the_last_queries(report: Explanation) -> No
 
 def test_a_notebook_shows_the_page(report: Explanation) -> None:
     shown = report._repr_html_()
+    assert repr(report) == str(report)
     assert shown.startswith("<iframe srcdoc=") and shown.count('"') == 6
     page = html.unescape(shown.split('srcdoc="')[1].split('"')[0])
     assert page.startswith("<!DOCTYPE html>") and 'id="whatif"' in page

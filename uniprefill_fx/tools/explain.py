@@ -26,6 +26,8 @@ from uniprefill_fx.torch_internals import compiled_module
 class Explanation(Report):
     """A `Report` that writes itself as a page and as a figure, and shows itself in a notebook."""
 
+    __repr__ = Report.__str__
+
     def to_html(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the report as one page that needs nothing else; with a tokenizer, it shows the tokens' text."""
         page = html_report.page(self, tokenizer)
