@@ -10,7 +10,7 @@
 # torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.14.1", or pip's own
 # environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
 # pyproject.toml allows ranges of torch and transformers; the two pins are the versions that the tests run
-# with. TRANSFORMERS="transformers>=5" takes the newest.
+# with. TRANSFORMERS="transformers==5.10.0" takes another.
 
 PYTHON ?= python3
 VENV ?= .venv
