@@ -238,7 +238,7 @@ def test_names_that_cannot_be_had(
 # What it says meanwhile
 
 
-def test_no_step_is_silent_for_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_takes_long_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with the time, the package's own log below them, and a line again where a step takes long."""
     monkeypatch.setattr(cli_output, "SILENCE", 0.1)
     level = logging.getLogger("uniprefill_fx").level

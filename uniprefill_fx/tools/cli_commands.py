@@ -66,8 +66,8 @@ def _ran(call: uniprefill_fx.LastCall | None) -> dict[str, Any]:
 class Timed:
     """A compiled model and one prompt: what follows, and the time to the first token."""
 
-    def __init__(self, model: Any, ids: Tensor) -> None:
-        self.model, self.ids = model, ids
+    def __init__(self, model: Any, ids: Tensor, inner_backend: str) -> None:
+        self.model, self.ids, self.inner_backend = model, ids, inner_backend
 
     def generate(self, new_tokens: int) -> tuple[list[int], Tensor]:
         """The next tokens, greedily, and the log-probabilities of the first, (vocabulary,) float64. Waits for the
@@ -91,10 +91,15 @@ class Timed:
     def times(self, repeats: int) -> dict[str, Any]:
         """Medians in milliseconds, in turn, so that a busy machine slows both; the first of each, which compiles, is
         not counted."""
-        say(f"{self.ids.shape[1]:,} tokens, dense: compiles where the length is new")
+        compiles = "traces where this is new"
+        if self.inner_backend != "eager":
+            compiles += (
+                f" and compiles with {self.inner_backend!r}, for minutes on a CPU (--inner-backend eager does not)"
+            )
+        say(f"{self.ids.shape[1]:,} tokens, dense: {compiles}")
         with uniprefill_fx.disabled():
             self.seconds()
-        say(f"{self.ids.shape[1]:,} tokens, dropped: compiles where the length is new")
+        say(f"{self.ids.shape[1]:,} tokens, dropped: {compiles}")
         _, call = watched(self.seconds)
         say(f"time to the first token, {repeats} times each, in turn")
         times: dict[str, list[float]] = {"dense": [], "dropped": []}
@@ -108,7 +113,7 @@ class Timed:
 
 def demo(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> Result:
     """The first prompt dense and dropped: tokens by layer, times, KL of the next token's distribution, answers."""
-    timed = Timed(uniprefill_fx.compile(subject.model, **options), subject.prompts[0])
+    timed = Timed(uniprefill_fx.compile(subject.model, **options), subject.prompts[0], args.inner_backend)
     with torch.inference_mode():
         result = timed.times(args.repeats)
         say(f"{args.new_tokens} tokens of the answer, dropped and dense: the decode step is new")
@@ -158,7 +163,10 @@ def bench(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -
     """Medians of the time to the first token, dense and dropped in turn, for each prompt."""
     model = uniprefill_fx.compile(subject.model, **options)
     with torch.inference_mode():
-        rows = [Timed(model, ids).times(args.repeats) | {"tokens": ids.shape[1]} for ids in subject.prompts]
+        rows = [
+            Timed(model, ids, args.inner_backend).times(args.repeats) | {"tokens": ids.shape[1]}
+            for ids in subject.prompts
+        ]
     head = f"{'tokens':>8} {'dense ms':>10} {'dropped ms':>11} {'ratio':>6} {'compute':>7}"
     lines = [
         f"{row['tokens']:>8} {row['dense_ms']:>10.1f} {row['dropped_ms']:>11.1f} {row['ratio']:>6.2f} "

@@ -1,4 +1,4 @@
-"""What the command line says while it works: lines with the time on standard error, one at least every five seconds.
+"""What the command line says while it works: lines with the time on standard error, also where a step takes long.
 
 Like `cli.py`, this needs nothing but the standard library.
 """
@@ -13,7 +13,9 @@ import time
 from types import TracebackType
 
 SILENCE = 5.0
-"""Seconds after which a step that is not over says so."""
+"""Seconds after which a step that is not over says so; then twice as many, and so on up to `LONGEST`."""
+
+LONGEST = 40.0
 
 log = logging.getLogger("uniprefill_fx.tools.cli")
 _LONG = re.compile(r" for sizes \[.*?\]|; .* s$")  # a size for each input of a piece; the time of each pass
@@ -29,7 +31,7 @@ def say(step: str) -> None:
 
 
 class Progress(logging.Handler):
-    """A context in which the package's log goes to standard error, and no step is silent for longer than `SILENCE`.
+    """A context in which the package's log goes to standard error, and a step that takes long says so.
 
     A step is what the command line itself says; what the package logs (a line for each graph and each compiled piece)
     is shown below it.
@@ -38,7 +40,7 @@ class Progress(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.began = self.spoke = time.monotonic()
-        self.step = "starting"
+        self.step, self.patience = "starting", SILENCE
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._keep_talking, daemon=True)
         self.logger = logging.getLogger("uniprefill_fx")
@@ -57,7 +59,7 @@ class Progress(logging.Handler):
         self.thread.join()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = _LONG.sub("", record.getMessage())
+        text, self.patience = _LONG.sub("", record.getMessage()), SILENCE
         if record.name == log.name:
             self.step = text
         self._print(text if record.name == log.name else f"    {text}")
@@ -67,6 +69,7 @@ class Progress(logging.Handler):
         print(f"[{self.spoke - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def _keep_talking(self) -> None:
-        while not self.over.wait(max(0.1, self.spoke + SILENCE - time.monotonic())):
-            if time.monotonic() - self.spoke >= SILENCE:
+        while not self.over.wait(max(0.1, self.spoke + self.patience - time.monotonic())):
+            if time.monotonic() - self.spoke >= self.patience:
                 self._print(f"still: {self.step}")
+                self.patience = min(2 * self.patience, LONGEST)
