@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 import uniprefill_fx
 from uniprefill_fx.tools import cli_output
 from uniprefill_fx.tools.cli import main
+from uniprefill_fx.tools.cli_commands import inner_backend_for
 from uniprefill_fx.tools.cli_inputs import load
 
 OPTIONS = ["--p", "0.9,0.7", "--option", "block_size=16", "--option", "min_tokens=0", "--option", "drop_layers=[1,2]"]
@@ -77,7 +78,7 @@ def test_explain(model: str, prompt: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_demo(model: str, prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["demo", "--model", model, "--prompt-file", str(prompt), *OPTIONS, "--inner-backend", "eager"]
+    argv = ["demo", "--model", model, "--prompt-file", str(prompt), *OPTIONS]  # on a CPU: eager
     tokens, logits = reference().generate(token_ids(TOKENS), 4)
     text = " ".join(map(str, tokens[0].tolist()))
     found = run(capsys, *argv, "--new-tokens", "4", "--repeats", "1", "--expect", text)
@@ -89,6 +90,12 @@ def test_demo(model: str, prompt: Path, capsys: pytest.CaptureFixture[str]) -> N
     got, want = logits[0].double().log_softmax(-1), dense[0].double().log_softmax(-1)
     kl = torch.nn.functional.kl_div(got, want, log_target=True, reduction="sum")
     assert found["kl"] == pytest.approx(float(kl), abs=1e-6) and found["kl"] > 1e-4
+
+
+def test_what_compiles_the_pieces_by_default() -> None:
+    """A newcomer's CPU compiles nothing, unless told to."""
+    found = {(c, d): inner_backend_for(c, d) for c in ("explain", "demo", "bench") for d in ("cpu", "cuda")}
+    assert {pair for pair, backend in found.items() if backend == "inductor"} == {("demo", "cuda"), ("bench", "cuda")}
 
 
 @pytest.mark.slow

@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
         command.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
         command.add_argument("--json", action="store_true", help="the result as JSON")
-        backend = "eager" if name == "explain" else "inductor"
-        command.add_argument("--inner-backend", default=backend, help="compiles the pieces (%(default)s)")
+        backend = "eager, compiling nothing" + ("" if name == "explain" else ", on a CPU, inductor on a GPU")
+        command.add_argument("--inner-backend", help=f"compiles the pieces (default: {backend})")
         if name == "explain":
             command.add_argument("--html", type=Path, help="also write the report as a page")
             command.add_argument(
@@ -101,7 +101,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             return text
 
-    options: dict[str, Any] = {"inner_backend": args.inner_backend}
+    options: dict[str, Any] = {} if args.inner_backend is None else {"inner_backend": args.inner_backend}
     if args.p is not None:
         options["p"] = value(args.p)
     for text in args.option:

@@ -27,10 +27,17 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> Result:
     Raises:
         UserError, OptionError, StrictError: what the user can mend.
     """
-    checked_inner_backend(options["inner_backend"])
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.inner_backend = options.setdefault("inner_backend", inner_backend_for(args.command, args.device))
+    checked_inner_backend(args.inner_backend)
     commands = {"explain": explain, "demo": demo, "bench": bench}
     with unwrapped():
         return commands[args.command](args, load(args), options)
+
+
+def inner_backend_for(command: str, device: str) -> str:
+    """Inductor where its minutes of compiling are few and pay: on a GPU, and not for one look at a prompt."""
+    return "eager" if command == "explain" or device == "cpu" else "inductor"
 
 
 def explain(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> Result:

@@ -38,7 +38,7 @@ def load(args: argparse.Namespace) -> Subject:
     Raises:
         UserError: no such device, a model that cannot be loaded, or a prompt that does not fit it.
     """
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device
     model, tokenizer = load_model(args.model, device, args.local)
     if args.chat and getattr(tokenizer, "chat_template", None) is None:
         raise UserError(f"--chat: {args.model} has no " + ("tokenizer" if tokenizer is None else "chat template"))
