@@ -53,7 +53,7 @@ def load(args: argparse.Namespace) -> Subject:
     return Subject(model, tokenizer, prompts, ANSWER if expected is None and made_up else expected)
 
 
-def load_model(name: str, device: str, local: bool) -> tuple[Any, Any]:
+def load_model(name: str, device: str, local: bool = False) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(name).expanduser()
