@@ -4,11 +4,13 @@
 #   make test    PYTEST_ARGS="-m slow"
 #   make lint
 #   make docs     the site, in build/site
+#   make notebook executes examples/first_minute.ipynb
+#   make dist     BASE_URL=https://...   both distributions, the README's links made absolute by that address
 #
 # torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.14.1", or pip's own
 # environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
 # pyproject.toml allows ranges of torch and transformers; the two pins are the versions that the tests run
-# with. TRANSFORMERS="transformers>=5" takes the newest.
+# with. TRANSFORMERS="transformers==5.10.0" takes another.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,10 +23,12 @@ WORKERS ?= 2
 # Threads that wait give up their core. Where other programs want the same cores, spinning ones cost many times that.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+BASE_URL ?=
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs notebook dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
@@ -39,6 +43,18 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+notebook: $(INSTALLED)
+	mkdir -p build
+	$(BIN)/jupyter execute examples/first_minute.ipynb --output=../build/first_minute.ipynb
+
+dist: $(INSTALLED)
+	test -n "$(BASE_URL)"
+	rm -rf build/release && mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	sed -i -E 's#\]\(([A-Za-z][^):]*)\)#](${BASE_URL}/\1)#g' build/release/README.md
+	$(BIN)/pip install --quiet build
+	$(BIN)/python -m build --outdir dist build/release
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv "$(VENV)"

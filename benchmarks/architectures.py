@@ -24,7 +24,7 @@ import torch
 import transformers
 
 try:
-    from arch_measure import EXACT, FAILS, NOT_RUN, RANKS, WrongError, measure, quiet, rows
+    from arch_measure import CALLS, EXACT, FAILS, GENERATE, NOT_RUN, RANKS, WrongError, measure, quiet, rows
 except ModuleNotFoundError as error:
     if error.name != "arch_measure":
         raise
@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
         "tests/arch_measure.py is not on the path: start this again from the checkout with PYTHONPATH=tests"
     ) from None
 
-COLUMNS = ("family", "result", "drops after", "by default", "tokens lost", "largest difference", "reason")
+COLUMNS = ("family", "works?", "result", "drops after", "by default", "tokens lost", "largest difference", "reason")
 HEAD = """# Architectures
 
 Every causal language model that transformers' auto-mapping names, and some variants: made by
@@ -40,6 +40,9 @@ Every causal language model that transformers' auto-mapping names, and some vari
 Models are tiny, with random weights that make attention prefer some tokens, in float32 without an inner compiler.
 Of each, prompts of two lengths drop after every layer with full attention, and `generate()` drops after the layers
 that `drop_layers="auto"` picks.
+
+**Works?** in one word: *yes*, *partly* (calls or `generate()` alone), or *no*. A *no* with the result "dense" still
+runs and is right, only not faster. In full:
 
 - **drops exactly**: tokens were lost, the kept sets are the reference's, and so are the logits of the prompts and of
   each generated token. The reference does not use this package's code: it is the stock model in which attention is
@@ -67,6 +70,7 @@ def table(report: dict[str, Any]) -> str:
         differences = [row[kind] for kind in ("prompts", "generate") if kind in row]
         cells = (
             row["name"],
+            "yes" if row["status"] == EXACT else "partly" if row["status"] in (CALLS, GENERATE) else "no",
             row["status"],
             ", ".join(map(str, row.get("drops_after", ()))),
             ", ".join(map(str, row.get("auto", ()))),

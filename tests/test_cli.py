@@ -1,21 +1,32 @@
-"""`python -m uniprefill_fx`: each command on a tiny model in a folder, and errors that say what to do."""
+"""The command line: each command on a tiny model, what it says meanwhile, and errors that say what to do."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+import huggingface_hub
 import pytest
 import torch
 from checkpoints import ROOT
 from eager_reference import DropSpec, EagerReference
 from tiny import tiny_llama, token_ids
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+import uniprefill_fx
+from uniprefill_fx.tools import cli_output
 from uniprefill_fx.tools.cli import main
+from uniprefill_fx.tools.cli_commands import inner_backend_for
+from uniprefill_fx.tools.cli_inputs import load
 
 OPTIONS = ["--p", "0.9,0.7", "--option", "block_size=16", "--option", "min_tokens=0", "--option", "drop_layers=[1,2]"]
 OPTIONS += ["--option", "last_n=16", "--option", "sink_tokens=16"]
@@ -67,15 +78,24 @@ def test_explain(model: str, prompt: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_demo(model: str, prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["demo", "--model", model, "--prompt-file", str(prompt), *OPTIONS, "--inner-backend", "eager"]
-    found = run(capsys, *argv, "--new-tokens", "4")
+    argv = ["demo", "--model", model, "--prompt-file", str(prompt), *OPTIONS]  # on a CPU: eager
     tokens, logits = reference().generate(token_ids(TOKENS), 4)
-    assert found["dropped"] and found["text"] == " ".join(map(str, tokens[0].tolist()))
+    text = " ".join(map(str, tokens[0].tolist()))
+    found = run(capsys, *argv, "--new-tokens", "4", "--repeats", "1", "--expect", text)
+    assert found["dropped"] and found["text"] == found["expected"] == text
+    kept = reference().prefill(token_ids(TOKENS)).kept
+    assert found["num_tokens"] == [TOKENS, TOKENS, len(kept[1]), len(kept[2])]
     plain_tokens, dense = EagerReference(tiny_llama(4), None).generate(token_ids(TOKENS), 4)
     assert found["dense"] == " ".join(map(str, plain_tokens[0].tolist()))
     got, want = logits[0].double().log_softmax(-1), dense[0].double().log_softmax(-1)
     kl = torch.nn.functional.kl_div(got, want, log_target=True, reduction="sum")
     assert found["kl"] == pytest.approx(float(kl), abs=1e-6) and found["kl"] > 1e-4
+
+
+def test_what_compiles_the_pieces_by_default() -> None:
+    """A newcomer's CPU compiles nothing, unless told to."""
+    found = {(c, d): inner_backend_for(c, d) for c in ("explain", "demo", "bench") for d in ("cpu", "cuda")}
+    assert {pair for pair, backend in found.items() if backend == "inductor"} == {("demo", "cuda"), ("bench", "cuda")}
 
 
 @pytest.mark.slow
@@ -95,7 +115,7 @@ def start(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_module() -> None:
     done = start("bench", "--model", "./nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "uniprefill_fx bench: --model ./nowhere: no such folder\n"
+    assert done.stderr == "uniprefill bench: --model ./nowhere: no such folder\n"
 
 
 @pytest.mark.slow
@@ -123,6 +143,9 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "power": (["--model", "{model}", "--prompt-file", "{power}"], "the file must hold token ids"),
     "no utf-8": (["--model", "{model}", "--prompt-file", "{latin}"], "no text in UTF-8"),
     "broken": (["--model", "{broken.gguf}"], "transformers cannot load it"),
+    "chat": (["--model", "{model}", "--chat"], "--chat: {model} has no tokenizer"),
+    "a file": (["--model", "{text}"], "a file, but not a GGUF file"),
+    "backend": (["--model", "{model}", "--inner-backend", "inducter"], "Did you mean 'inductor'?"),
     "device": (["--model", "{model}", "--device", "abacus"], "--device abacus: "),
     "no place": (["--model", "{model}", "--html", "nowhere/report.html"], "--html nowhere/report.html: no folder"),
     "place": (["--model", "{model}", "--html", "{tmp}"], "it is a folder"),
@@ -138,10 +161,10 @@ def test_errors(model: str, argv: list[str], part: str, tmp_path: Path, capsys: 
     for name, content in {"latin": b"\xe9", "broken.gguf": b"GGUF"}.items():
         (tmp_path / name).write_bytes(content)
         argv = [word.replace("{" + name + "}", str(tmp_path / name)) for word in argv]
-    argv = [word.replace("{tmp}", str(tmp_path)).replace("{model}", model) for word in argv]
+    *argv, part = (word.replace("{tmp}", str(tmp_path)).replace("{model}", model) for word in (*argv, part))
     assert main(["explain", *argv]) == 2
     shown = capsys.readouterr()
-    assert not shown.out and shown.err.splitlines()[-1].startswith("uniprefill_fx explain: ")
+    assert not shown.out and shown.err.splitlines()[-1].startswith("uniprefill explain: ")
     assert part in shown.err
 
 
@@ -151,3 +174,144 @@ def test_numbers_of_tokens(argv: list[str], prompt: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "--model", "nowhere", "--prompt-file", str(prompt), *argv])
     assert "argument --tokens: " in capsys.readouterr().err
+
+
+# Before torch is loaded
+
+EARLY = [
+    ["--version"],
+    ["--help"],
+    ["explain", "--help"],
+    ["explain"],
+    ["bench", "--model", "./nowhere"],
+    ["demo", "--model", ".", "--prompt-file", "nowhere.txt"],
+    ["demo", "--model", ".", "--p", "2"],
+]
+
+
+@pytest.mark.parametrize("argv", EARLY, ids=" ".join)
+def test_help_and_errors_come_before_torch(argv: list[str]) -> None:
+    code = f"""if True:
+        import sys
+        from uniprefill_fx.tools.cli import main
+        try:
+            status = main({argv!r})
+        except SystemExit as error:
+            status = error.code
+        assert not {{"torch", "transformers", "numpy"}} & set(sys.modules), "loaded"
+        sys.exit(status)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if argv[-1] in ("--version", "--help") else 2), done.stderr
+    assert "Traceback" not in done.stderr and (done.stdout or done.stderr)
+    assert argv != ["--version"] or done.stdout == f"uniprefill-fx {uniprefill_fx.__version__}\n"
+
+
+# Names of the hub
+
+
+class NoHub:
+    """A hub that fails in one way."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def model_info(self, name: str, timeout: float) -> None:
+        raise self.error
+
+
+def missing() -> Exception:
+    response = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+    return huggingface_hub.errors.RepositoryNotFoundError("no", response=response)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "part"),
+    [
+        ("no/such", missing(), "the hub has no such model"),
+        ("no/such", httpx.ConnectError("name or service not known"), "cannot be reached (name or service not known)"),
+        ("a/b/c", AssertionError("not asked"), "no name of the hub"),
+    ],
+)
+def test_names_that_cannot_be_had(
+    name: str, error: Exception, part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: NoHub(error))
+    assert main(["explain", "--model", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"uniprefill explain: --model {name}: no folder of that name, and ") and part in line
+
+
+# What it says meanwhile
+
+
+def test_a_step_that_takes_long_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with the time, the package's own log below them, and a line again where a step takes long."""
+    monkeypatch.setattr(cli_output, "SILENCE", 0.1)
+    level = logging.getLogger("uniprefill_fx").level
+    shown = ""
+    with cli_output.Progress():
+        cli_output.say("a step")
+        logging.getLogger("uniprefill_fx.passes").info("a graph")
+        for _ in range(100):
+            time.sleep(0.1)
+            shown += capsys.readouterr().err
+            if shown.count("still: a step") > 1:
+                break
+    lines = [line.split("] ", 1)[1] for line in shown.splitlines()]
+    assert lines[:4] == ["a step", "    a graph", "still: a step", "still: a step"]
+    logging.getLogger("uniprefill_fx").warning("nobody listens now")
+    assert not capsys.readouterr().out and logging.getLogger("uniprefill_fx").level == level
+
+
+def test_an_interrupt_is_one_line(model: str) -> None:
+    command = [sys.executable, "-m", "uniprefill_fx", "explain", "--model", model, "--tokens", "100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "tracing the model" in line:
+            process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert lines[-1] == "uniprefill explain: interrupted\n" and not any("Traceback" in line for line in lines)
+
+
+# Prompts
+
+
+def arguments(model: str, **given: Any) -> argparse.Namespace:
+    plain = {"model": model, "local": True, "device": "cpu", "chat": False, "tokens": None, "prompt_file": None}
+    return argparse.Namespace(**plain | given)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model that reads characters, with a chat template."""
+    path = tmp_path_factory.mktemp("reader")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "ruler-gemma3")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [model] "
+    tokenizer.save_pretrained(path)
+    tiny_llama(2, vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(path)
+    return str(path)
+
+
+def test_chat(reader: str, tmp_path: Path) -> None:
+    """The text is one turn of the user; what is cut away is the text's beginning, not the template's."""
+    (tmp_path / "prompt.txt").write_text("what is the code of the north gate?")
+    subject = load(arguments(reader, chat=True, prompt_file=tmp_path / "prompt.txt"))
+    assert subject.read(subject.prompts[0][0].tolist()) == "[user] what is the code of the north gate? [model] "
+    whole = subject.prompts[0].shape[1]
+    subject = load(arguments(reader, chat=True, prompt_file=tmp_path / "prompt.txt", tokens=[whole, whole - 5]))
+    assert [ids.shape[1] for ids in subject.prompts] == [whole, whole - 5]
+    assert subject.read(subject.prompts[1][0].tolist()) == "[user] is the code of the north gate? [model] "
+
+
+def test_a_prompt_longer_than_the_context(reader: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Made up where there is no file: sentences with a fact, whose answer is then known."""
+    with caplog.at_level(logging.INFO, "uniprefill_fx"):
+        subject = load(arguments(reader, tokens=[900]))
+    text = subject.read(subject.prompts[0][0].tolist())
+    assert f"gate is {subject.expected}." in text and text.endswith("The code of the north gate is")
+    assert 700 < subject.prompts[0].shape[1] <= 900
+    assert "are more than the 64 that the model was made for" in caplog.text

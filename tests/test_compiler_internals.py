@@ -22,6 +22,22 @@ from uniprefill_fx.torch_internals import fake_mode, is_fake
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+def test_add_backend() -> None:
+    """Once, and a name that torch knows keeps what it stands for."""
+    for _ in range(2):
+        internals.add_backend("a_backend", f"{__name__}")
+    assert internals.backend_of("a_backend") is a_backend
+    internals.add_backend("inductor", f"{__name__}")
+    assert internals.backend_of("inductor") is not inductor
+
+
+def a_backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+    return gm
+
+
+inductor = a_backend
+
+
 def test_backend_of() -> None:
     assert callable(internals.backend_of("inductor")) and internals.backend_of("no such backend") is None
 

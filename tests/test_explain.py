@@ -58,7 +58,7 @@ class TestText(TestCase):
         self.assertExpectedInline(
             explained(tiny_llama()),
             """\
-this prompt: 300 tokens, 208 of them left after the last drop; compute 0.90 of dense, averaged over layers
+this prompt: 300 tokens, 208 of them left after the last drop; 10% of the tokens saved, averaged over layers
 drops after layers [1] (as given, or by a preset)
 layer  attention                      rows in  drop after it
     0  full                               300
@@ -109,7 +109,7 @@ def test_hardly_anything_dropped(options: dict[str, Any], now: str) -> None:
     done, hint = explained(tiny_llama(), **options).split("\n")[:2]
     assert (
         done
-        == "this prompt: 300 tokens, 300 of them left after the last drop; compute 1.00 of dense, averaged over layers"
+        == "this prompt: 300 tokens, 300 of them left after the last drop; 0% of the tokens saved, averaged over layers"
     )
     stays = "the first {sink_tokens} tokens and the last {last_n} stay in any case".format(**options_of(LLAMA))
     assert hint == f"that is hardly less than dense: to drop more, {now}; {stays}"

@@ -105,7 +105,7 @@ def test_contents(report: Report, tmp_path: Path) -> None:
     assert data["dropped"] and [layer["dropped"] for layer in data["layers"]] == [False, True, True, False]
     before, after = (code for _, code in data["graphs"])
     assert "scaled_dot_product_attention" in before and "uniprefill.select" in after
-    assert f"{report.call.compute_fraction:.0%}" in dict((name, value) for name, value in data["figures"]).values()
+    assert f"{1 - report.call.compute_fraction:.0%}" in dict((name, value) for name, value in data["figures"]).values()
 
 
 BLOCKS: dict[str, Any] = {"attention": "block_sparse", "sparse_alpha": 0.97, "sparse_block_size": 64}
@@ -125,7 +125,7 @@ def test_density(sparse_report: Report) -> None:
     data = contents(sparse_report)
     assert [layer["density"] for layer in data["layers"]] == [None, density[1], None, density[3]]
     assert 0 < density[1] < 0.9 and not data["dropped"]
-    assert f"{(density[1] + density[3]) / 2:.0%}" in [value for name, value in data["figures"] if "blocks" in name]
+    assert f"{1 - (density[1] + density[3]) / 2:.0%}" in [value for name, value in data["figures"] if "blocks" in name]
     assert "sparse_alpha=0.97" in data["about"]
     config = tiny_gemma3(layers=4).config
     attention = 4 * config.num_attention_heads * config.head_dim * 700 * 701 / 2 / 1e9
@@ -140,7 +140,7 @@ def test_nothing_saved_has_no_sign() -> None:
     found = uniprefill_fx.explain(tiny_llama(3), token_ids(TOKENS), drop_layers=[1], **options)
     assert found.savings is not None and -0.005 < found.savings.flops_saved < 0
     data = contents(found)
-    assert [value for _, value in data["figures"]] == ["100%", "0%", "0%"]
+    assert [value for _, value in data["figures"]] == ["0%", "0%", "0%"]
     assert [layer["scoring"] for layer in data["layers"]] == [False, True, False]
     assert not any(layer["dropped"] for layer in data["layers"]), "a red line where nothing went"
 
@@ -296,13 +296,13 @@ def test_density_in_a_browser(report: Report, sparse_report: Report, tmp_path: P
     assert re.findall(r"layer (\d)", shown[1]) == ["1", "3"]
 
 
-NARROW = """<body><iframe style="width: 420px; height: 4000px; border: 0" srcdoc="%PAGE%"></iframe><script>
+NARROW = """<body><iframe style="width: 360px; height: 4000px; border: 0" srcdoc="%PAGE%"></iframe><script>
 onload = () => {
   const page = document.querySelector("iframe").contentDocument, found = document.body.dataset;
   found.width = page.documentElement.scrollWidth;
   const scrolls = e => getComputedStyle(e).overflowX !== "visible" || (e.parentElement && scrolls(e.parentElement));
   found.cut = [...page.body.querySelectorAll("*")].filter(
-    e => e.getBoundingClientRect().right > 420 && !scrolls(e)).map(e => e.tagName).join();
+    e => e.getBoundingClientRect().right > 360 && !scrolls(e)).map(e => e.tagName).join();
   const cells = [...page.querySelectorAll(".cell")], tip = page.getElementById("tip");
   found.stops = cells.filter(cell => cell.tabIndex === 0).length;
   cells[0].focus();
@@ -317,13 +317,13 @@ onload = () => {
 
 @needs_chromium
 def test_narrow_and_by_keyboard(report: Report, tmp_path: Path) -> None:
-    """At 420 pixels nothing is cut outside of what scrolls; arrow keys move from cell to cell and stop at the edge."""
+    """At 360 pixels nothing is cut outside of what scrolls; arrow keys move from cell to cell and stop at the edge."""
     report.to_html(tmp_path / "report.html")
     inner = html.escape((tmp_path / "report.html").read_text(encoding="utf-8"))
     (tmp_path / "narrow.html").write_text(NARROW.replace("%PAGE%", inner), encoding="utf-8")
     page = Page(opened((tmp_path / "narrow.html").as_uri(), tmp_path))
     (body,) = [found for tag, found in page.tags if tag == "body"]
-    assert (body["data-width"], body["data-cut"], body["data-stops"]) == ("420", "", "1")
+    assert (body["data-width"], body["data-cut"], body["data-stops"]) == ("360", "", "1")
     assert body["data-first"] == "layer 0, tokens 0 to 15: 100% computed"
     assert body["data-moved"] == "layer 0, tokens 16 to 31: 100% computed"
     assert "dropped after this layer" in str(body["data-legend"])

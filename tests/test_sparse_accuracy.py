@@ -70,9 +70,9 @@ def test_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_figures_are_those_of_the_reference(tmp_path: Path) -> None:
-    """One prompt of the README: KL of all positions from the stock model with float64 attention in its full layers."""
+    """One prompt of text: KL of all positions from the stock model with float64 attention in its full layers."""
     out, alpha = tmp_path / "sparse.json", 0.9
-    text = ROOT / "README.md"
+    text = ROOT / "docs" / "options.md"
     argv = ["--model", str(MODEL), "--text", str(text), "--lengths", str(TOKENS), "--prompts", "1", "--p", "0.8"]
     suite.main([*argv, "--alphas", str(alpha), "--fp8-alphas", str(alpha), "--device", "cpu", "--out", str(out)])
     (made,) = json.loads(out.read_text())

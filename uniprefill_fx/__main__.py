@@ -1,4 +1,4 @@
-"""`python -m uniprefill_fx`: see `cli.py`."""
+"""`python -m uniprefill_fx`, which is the command `uniprefill`: see `tools/cli.py`."""
 
 from uniprefill_fx.tools.cli import main
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from torch import nn
 from uniprefill_fx import frontends
 from uniprefill_fx.config import PrefillConfig, preset_for
 from uniprefill_fx.frontends.uniform_calls import compile_uniformly
+from uniprefill_fx.lowering.inner import checked_inner_backend
 from uniprefill_fx.runtime.copies import note_compiled
 from uniprefill_fx.runtime.lost_generate import LOST_GENERATE
+from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.torch_internals import compiled_module
 
 
@@ -21,29 +23,35 @@ def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options a model was published with, overridden by the user's own; checked.
 
     Raises:
-        OptionError: an unknown option or a bad value.
+        OptionError: an unknown option or a bad value. TypeError: no model.
     """
+    if isinstance(model, str):
+        raise TypeError(f"{model!r} is a name: wanted a loaded model, AutoModelForCausalLM.from_pretrained({model!r})")
+    if not callable(model):
+        raise TypeError(f"got {type(model).__name__}: wanted a model (torch.nn.Module) or a function")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     preset = preset_for(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1))
     if "drop_layers" in options:  # a preset's p belongs to its layers
         preset = {}
     merged = {**preset, **options}
-    PrefillConfig.from_options(merged)
+    checked_inner_backend(PrefillConfig.from_options(merged).inner_backend)
     return merged
 
 
-def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> Any:
+@shows_options()
+def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Unpack[Options]) -> Any:
     """Compile a decoder in place, so that calls of it and `model.generate()` drop tokens; returns the model.
 
     Args:
         model: an `nn.Module` (compiled in place, as by `nn.Module.compile`; a peft wrapper together with the model
             inside) or a function (a compiled one is returned).
-        fullgraph, dynamic: as for `torch.compile`.
-        options: see `PrefillConfig`; they override the preset of the model's type and depth.
+        fullgraph: as for `torch.compile`.
+        dynamic: as for `torch.compile`.
+        options: listed below; they override the preset of the model's type and depth.
 
     Raises:
-        OptionError: an unknown option or a bad value.
+        OptionError: an unknown option or a bad value. TypeError: no model, but its name, say.
     """
     inner = compiled_module(model)
     if inner is not None:

@@ -26,7 +26,7 @@ def uniprefill(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     """
     if kwargs.get("mode") is not None:
         raise OptionError(
-            "mode", kwargs["mode"], "no mode", "Pass options={'inner_options': {...}} to tune the inner backend."
+            "mode", kwargs["mode"], "no mode", "Pass options={'inner_options': {...}}, which tune the inner backend."
         )
     config = PrefillConfig.from_options(kwargs.get("options") or {})
     return compile_graph(gm, example_inputs, config)

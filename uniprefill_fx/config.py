@@ -267,7 +267,7 @@ class PrefillConfig:
         known = [option.name for option in fields(cls)]
         for name, value in options.items():
             if name not in known:
-                hint = checks.did_you_mean(name, known, "Remove it.")
+                hint = checks.did_you_mean(checks.ELSEWHERE.get(name, name), known, "Remove it.")
                 raise OptionError(str(name), value, "the names " + ", ".join(known), f"There is no such option. {hint}")
         return cls(**options)
 

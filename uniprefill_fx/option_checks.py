@@ -58,8 +58,14 @@ class InnerOptions(Mapping[str, Any]):
         return repr(self._options)
 
 
+ELSEWHERE = {"mode": "inner_options", "options": "inner_options", "backend": "inner_backend", "top_p": "p"}
+"""Names that `torch.compile` or other projects have for what an option of ours does."""
+
+
 def did_you_mean(name: object, known: Sequence[str], otherwise: str) -> str:
-    """The hint for a name that may be misspelt: the closest known one, or `otherwise` when none is close."""
+    """The hint for a name that may be misspelt: the same one in lower case, a close one, or `otherwise`."""
+    if isinstance(name, str) and name.lower() in known:
+        return f"Did you mean {name.lower()!r}?"
     close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     return f"Did you mean {close[0]!r}?" if close else otherwise
 

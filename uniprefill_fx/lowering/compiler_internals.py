@@ -6,6 +6,7 @@ One function each, with what it relies on; `tests/test_compiler_internals.py` ca
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +35,13 @@ def backend_of(name: str) -> Callable[..., Any] | None:
     except torch._dynamo.exc.InvalidBackend:
         return None
     return found
+
+
+def add_backend(name: str, module: str) -> None:
+    """Register a backend, the function of that name in a module, where torch looked for entry points too early to find
+    it. Relies on `register_backend`, which refuses a name twice."""
+    if name not in torch.compiler.list_backends():
+        torch._dynamo.register_backend(getattr(importlib.import_module(module), name), name=name)
 
 
 @contextlib.contextmanager

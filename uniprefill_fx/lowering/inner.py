@@ -13,7 +13,10 @@ from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.lowering.cache_tag import tagged
 from uniprefill_fx.lowering.compiler_internals import backend_of
 from uniprefill_fx.lowering.metadata import complete_values
-from uniprefill_fx.option_checks import BACKEND_NAME
+from uniprefill_fx.option_checks import BACKEND_NAME, did_you_mean
+
+PLAIN = ("aot_eager", "eager")
+"""Backends that compile nothing; torch does not list them, as it has them for debugging."""
 
 InnerBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -24,20 +27,26 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     Raises:
         OptionError: no backend of that name is registered.
     """
-    chosen: Any = config.inner_backend
-    if isinstance(chosen, str):
-        chosen = backend_of(chosen)
-        if chosen is None:
-            names = ", ".join(name for name in torch.compiler.list_backends() if name != BACKEND_NAME)
-            raise OptionError(
-                "inner_backend", config.inner_backend, f"{names}, or a callable", "Register the backend first."
-            )
-    compiler: InnerBackend = chosen
+    compiler: InnerBackend = checked_inner_backend(config.inner_backend)
     if config.inner_options is not None:
         # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
         keyword = "config_patches" if config.inner_backend == "inductor" else "options"
         compiler = functools.partial(compiler, **{keyword: dict(config.inner_options)})
     return compiler
+
+
+def checked_inner_backend(chosen: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The backend of that name, or the callable itself.
+
+    Raises:
+        OptionError: no backend of that name is registered.
+    """
+    found = backend_of(chosen) if isinstance(chosen, str) else chosen
+    if found is None:
+        names = sorted({*torch.compiler.list_backends(), *PLAIN} - {BACKEND_NAME})
+        hint = did_you_mean(chosen, names, "Register the backend first.")
+        raise OptionError("inner_backend", chosen, f"{', '.join(names)}, or a callable", hint)
+    return found
 
 
 def compile_whole(inner: InnerBackend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

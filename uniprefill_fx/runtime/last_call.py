@@ -60,6 +60,8 @@ class LastCall:
             at padding: they are all columns there.
         density: by decoder layer with block-sparse attention, the computed part of the blocks of keys that causality
             allows; 1.0 where every block was computed.
+        block_scores: by drop layer, (batch, blocks): the attention mass that the last queries gave to each block of the
+            tokens that entered it. A prompt's blocks are counted from its first token that is left.
     """
 
     dropped: bool
@@ -72,6 +74,7 @@ class LastCall:
     columns: int | None = None
     token_bounds: tuple[tuple[int, int], ...] = ()
     density: Mapping[int, float] = field(default_factory=_nothing)
+    block_scores: Mapping[int, Tensor] = field(default_factory=_nothing)
 
     @property
     def compute_fraction(self) -> float:
@@ -110,6 +113,7 @@ class Drops:
         kept: by drop, what was selected of the stream before it, and where the tokens of the new one lie: (batch, most)
             int64, (batch, 2) int64 on the CPU.
         blocks: by layer with block-sparse attention, (2,) int64: blocks computed, and blocks that causality allows.
+        scores: by drop, (batch, blocks): what the selection chose by.
     """
 
     layers: tuple[int, ...]
@@ -117,6 +121,7 @@ class Drops:
     token_bounds: Tensor
     kept: tuple[tuple[Tensor, Tensor], ...]
     blocks: tuple[tuple[int, Tensor], ...] = ()
+    scores: tuple[Tensor, ...] = ()
 
     def counts(self) -> list[int]:
         """Tokens in the stream: at first, and after each drop."""
@@ -183,6 +188,10 @@ class DroppedCall(LastCall):
             computed, allowed = totals.tolist()
             found[layer] = computed / allowed if allowed else 1.0
         return MappingProxyType(found)
+
+    @functools.cached_property
+    def block_scores(self) -> Mapping[int, Tensor]:
+        return MappingProxyType(dict(zip(self._drops.layers, self._drops.scores, strict=False)))
 
     @functools.cached_property
     def token_bounds(self) -> tuple[tuple[int, int], ...]:

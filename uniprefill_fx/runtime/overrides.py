@@ -17,6 +17,7 @@ from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig, auto_block_size
 from uniprefill_fx.passes.operator_internals import schema_of
+from uniprefill_fx.runtime.shown_options import AS_COMPILED, shows_options
 from uniprefill_fx.runtime.sparse_options import NAMES
 
 CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens", *NAMES)
@@ -25,6 +26,7 @@ _AMOUNTS = ("p", "keep_ratio")  # one excludes the other
 _changes: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("uniprefill_changes", default=None)
 
 
+@shows_options(CHANGEABLE, **dict.fromkeys(CHANGEABLE, AS_COMPILED))
 @contextlib.contextmanager
 def override(**options: Any) -> Iterator[None]:
     """Prompts inside this context select with other options, by the compilations that exist.

@@ -203,6 +203,7 @@ class Prefill:
             )
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True)) | {self.token_bounds: token_bounds}
         kept: list[tuple[Tensor, Tensor]] = []
+        scored: list[Tensor] = []
         changed = changes(int(args[self.count_input]), self.auto_blocks)
         shown = self.plan.shown if self.shown is None else int(args[self.shown])
         if self.plan.exposure is Exposure.NONE and changed.get("last_n", shown) < shown:
@@ -229,9 +230,10 @@ class Prefill:
                 if spoiled is None and _spoiled(scores, kept[-1][1] if kept else token_bounds, kept_bounds):
                     spoiled = self._warn_of_scores(len(kept))
                 kept.append((kept_indices, kept_bounds))
+                scored.append(scores)
         layers = tuple(drop.attention.layer for drop in self.plan.drops)
         blocks = tuple((node.meta["uniprefill_layer"], values[node]) for node in self.counted)
-        drops = Drops(layers, self.plan.num_layers, token_bounds, tuple(kept), blocks)
+        drops = Drops(layers, self.plan.num_layers, token_bounds, tuple(kept), blocks, tuple(scored))
         record(DroppedCall(drops, spoiled, changed, int(args[self.count_input])))
         return fx.node.map_arg(self.output, values.__getitem__)
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.runtime.last_call import LastCall, watched
 from uniprefill_fx.runtime.overrides import as_compiled, override
 from uniprefill_fx.runtime.prefill import disabled
+from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.tools.isolated import isolated, takes
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class _Measured:
     kept: dict[int, float]
 
 
+@shows_options(p=..., drop_layers="all", inner_backend="eager", min_tokens=0)
 def calibrate(
     model: Any,
     prompts: Iterable[Tensor],
@@ -93,7 +95,7 @@ def calibrate(
     max_kl: float = 0.01,
     grid: Sequence[float] = GRID,
     positions: int = POSITIONS,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Calibration:
     """Choose drop layers and a p for each, so that little is computed and the answers stay near the dense
     ones.

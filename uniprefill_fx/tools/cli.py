@@ -1,34 +1,38 @@
-"""`python -m uniprefill_fx explain|demo|bench`: a report, a comparison, or times on the user's own model and prompt.
+"""Long prompts on your own model: what is dropped and why, answers beside the dense ones, time to the first token.
 
-    python -m uniprefill_fx explain --model NAME_OR_FOLDER --prompt-file notes.txt --html report.html
-    python -m uniprefill_fx demo    --model NAME_OR_FOLDER --prompt-file notes.txt --p 0.95
-    python -m uniprefill_fx bench   --model model.gguf --tokens 4096 16384 --option drop_layers=[7,15] --json
+    uniprefill explain --model NAME_OR_FOLDER --prompt-file notes.txt --html report.html
+    uniprefill demo    --model NAME_OR_FOLDER --prompt-file notes.txt --p 0.95
+    uniprefill bench   --model model.gguf --tokens 4096 16384 --option drop_layers=[7,15] --json
 
-Results go to standard output, progress and errors to standard error. Exit status: 0, or 2 for what the user can mend.
+Without a prompt file the prompt is made up: sentences with one fact among them. Results go to standard output, progress
+and errors to standard error. Exit status: 0, 2 for what you can mend, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import uniprefill_fx
-from uniprefill_fx.config import OptionError
+from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import StrictError
-from uniprefill_fx.passes.trace_log import decisions
-from uniprefill_fx.runtime.last_call import watched
-from uniprefill_fx.tools.cli_inputs import Subject, UserError, load, say
-from uniprefill_fx.tools.isolated import unwrapped
+from uniprefill_fx.tools.cli_output import Progress, UserError, say
+
+HUB_SECONDS = 10.0
+"""How long the hub has to answer that it knows a model."""
+
+COMMANDS = {
+    "explain": "what is found in the model, dropped and refused on one prompt",
+    "demo": "one prompt dense and dropped: layers, time to the first token, answers, KL of the next token",
+    "bench": "time to the first token, dense and dropped, by length",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,43 +40,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         options = options_of(args)
-        with unwrapped():
-            result, text = args.run(args, load(args), options)
+        check(args)
+        with Progress():
+            say("loading PyTorch")
+            # Not before: it takes seconds, and what a user can mend is known without it.
+            result, text = importlib.import_module("uniprefill_fx.tools.cli_commands").run(args, options)
     except (UserError, OptionError, StrictError) as error:
-        print(f"uniprefill_fx {args.command}: {error}", file=sys.stderr)
+        print(f"uniprefill {args.command}: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(result, indent=1) if args.json else text)
+    except KeyboardInterrupt:
+        print(f"uniprefill {args.command}: interrupted", file=sys.stderr)
+        return 130
+    with contextlib.suppress(BrokenPipeError):  # `| head`
+        print(json.dumps(result, indent=1) if args.json else text, flush=True)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m uniprefill_fx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="explain|demo|bench")
-    about = {
-        "explain": (explain, "what is found in the model, dropped and refused on one prompt"),
-        "demo": (demo, "one prompt dense and dropped: tokens that follow, and how far the next token's odds moved"),
-        "bench": (bench, "time to the first token, dense and dropped"),
-    }
-    for name, (run, help_text) in about.items():
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.set_defaults(run=run)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="uniprefill", description=__doc__, formatter_class=form)
+    parser.add_argument("--version", action="version", version=f"uniprefill-fx {uniprefill_fx.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
         command.add_argument("--model", required=True, help="hub name, folder, or GGUF file")
         command.add_argument("--prompt-file", type=Path, help="text; token ids for a model without a tokenizer")
-        command.add_argument("--tokens", type=_positive, nargs="+", help="lengths: cuts the file, or random tokens")
+        command.add_argument("--chat", action="store_true", help="the prompt is a user's turn: apply the chat template")
+        command.add_argument("--tokens", type=_positive, nargs="+", help="lengths: cuts the file's start, or made up")
         command.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
         command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
-        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        command.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
         command.add_argument("--json", action="store_true", help="the result as JSON")
+        backend = "eager, compiling nothing" + ("" if name == "explain" else ", on a CPU, inductor on a GPU")
+        command.add_argument("--inner-backend", help=f"compiles the pieces (default: {backend})")
         if name == "explain":
             command.add_argument("--html", type=Path, help="also write the report as a page")
-        else:
-            command.add_argument("--inner-backend", default="inductor", help="compiles the pieces (%(default)s)")
+            command.add_argument(
+                "--answer", type=_positive, default=0, metavar="N", help="tokens to generate, compared"
+            )
         if name == "demo":
-            command.add_argument("--new-tokens", type=_positive, default=16)
-        if name == "bench":
-            command.add_argument("--repeats", type=_positive, default=5)
+            command.add_argument("--new-tokens", type=_positive, default=16, help="to generate (%(default)s)")
+            command.add_argument("--expect", metavar="TEXT", help="says whether the answers hold this text")
+        if name != "explain":
+            command.add_argument("--repeats", type=_positive, default=5, help="timed prompts a kind (%(default)s)")
     return parser
 
 
@@ -91,9 +101,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             return text
 
-    options: dict[str, Any] = {}
-    if hasattr(args, "inner_backend"):
-        options["inner_backend"] = args.inner_backend
+    options: dict[str, Any] = {} if args.inner_backend is None else {"inner_backend": args.inner_backend}
     if args.p is not None:
         options["p"] = value(args.p)
     for text in args.option:
@@ -101,96 +109,55 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         if not equals:
             raise UserError(f"--option {text}: wanted NAME=VALUE, for example --option drop_layers=[7,15]")
         options[name] = value(given)
-    uniprefill_fx.PrefillConfig.from_options(options)
+    PrefillConfig.from_options(options)
     return options
 
 
-# Commands
+def check(args: argparse.Namespace) -> None:
+    """What can be known of files and names before anything is loaded. Sets `args.local`: look at no network.
+
+    Raises:
+        UserError: a file or folder that is not there, or a model that the hub does not have.
+    """
+    html = getattr(args, "html", None)
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise UserError(f"--html {html}: " + ("it is a folder" if html.is_dir() else f"no folder {html.parent}"))
+    if args.prompt_file is not None and not args.prompt_file.is_file():
+        raise UserError(f"--prompt-file {args.prompt_file}: no such file")
+    path = Path(args.model).expanduser()
+    args.local = path.exists()
+    if args.model.endswith(".gguf"):
+        if not path.is_file():
+            raise UserError(f"--model {args.model}: no such file")
+    elif path.is_file():
+        raise UserError(f"--model {args.model}: a file, but not a GGUF file; name the folder that it is in")
+    elif not path.is_dir():
+        if args.model.startswith((".", "/", "~")):
+            raise UserError(f"--model {args.model}: no such folder")
+        args.local = _only_cached(args.model)
 
 
-def explain(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The report of the first prompt, also as a page with --html."""
-    report = uniprefill_fx.explain(subject.model, subject.prompts[0], **options)
-    if args.html is not None:
-        report.to_html(args.html, subject.tokenizer)
-        say(f"wrote {args.html}")
-    call, savings = report.call, report.savings
-    result = decisions(report.plan, report.decoder.seconds) | _ran(call)
-    if savings is not None:
-        result |= {"flops_saved": savings.flops_saved, "kv_saved": savings.kv_saved}
-    return result, str(report)
+def _only_cached(name: str) -> bool:
+    """Whether a model of the hub is to be had from the cache alone. Loading would try, and wait, for each of its files.
 
-
-def _ran(call: uniprefill_fx.LastCall | None) -> dict[str, Any]:
-    """What a prefill did, fit for JSON."""
-    if call is None:
-        call = uniprefill_fx.LastCall(False, None, None)
-        return _ran(call) | {"reason": "no prefill reached the backend"}
-    return {
-        "dropped": call.dropped,
-        "reason": str(call.reason) if call.reason is not None else None,
-        "tokens": call.tokens,
-        "num_tokens": list(call.num_tokens),
-        "kept": {layer: len(kept) for layer, kept in call.kept_indices.items()},
-        "compute_fraction": call.compute_fraction,
-    }
-
-
-def demo(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What follows the first prompt, dense and dropped, and KL of the next token's distribution."""
-    model, ids = uniprefill_fx.compile(subject.model, **options), subject.prompts[0]
-    config: dict[str, Any] = {"max_new_tokens": args.new_tokens, "do_sample": False, "return_dict_in_generate": True}
-
-    def generate() -> tuple[list[int], Tensor]:
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), output_logits=True, **config)
-        return out.sequences[0, ids.shape[1] :].tolist(), out.logits[0][0].double().log_softmax(-1)
-
-    with torch.inference_mode():
-        say(f"dropped: tracing, and compiling with {args.inner_backend!r}")
-        (tokens, logprobs), call = watched(generate)
-        say("dense, by the same trace")
-        with uniprefill_fx.disabled():
-            dense_tokens, dense = generate()
-    kl = float((dense.exp() * (dense - logprobs)).sum())
-    result = _ran(call) | {"kl": kl, "dense": subject.read(dense_tokens), "text": subject.read(tokens)}
-    same = "the same tokens" if tokens == dense_tokens else "different tokens"
-    lines = [str(call or result["reason"]), f"KL of the next token from dense: {kl:.2g}; {same} follow"]
-    return result, "\n".join([*lines, f"dense:   {result['dense']!r}", f"dropped: {result['text']!r}"])
-
-
-def bench(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Medians of the time to the first token, dense and dropped in turn, for each prompt."""
-    model = uniprefill_fx.compile(subject.model, **options)
-
-    def seconds(ids: Tensor) -> float:
-        began = time.perf_counter()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
-        out.tolist()  # waits for the device
-        return time.perf_counter() - began
-
-    rows: list[dict[str, Any]] = []
-    with torch.inference_mode():
-        for ids in subject.prompts:
-            say(f"{ids.shape[1]:,} tokens: compiling with {args.inner_backend!r} where it is new")
-            times = _in_turn(lambda ids=ids: seconds(ids), args.repeats)  # type: ignore[misc]
-            rows.append(times | {"tokens": ids.shape[1]})
-    head = f"{'tokens':>8} {'dense ms':>10} {'dropped ms':>11} {'ratio':>6} {'compute':>7}"
-    lines = [
-        f"{row['tokens']:>8} {row['dense_ms']:>10.1f} {row['dropped_ms']:>11.1f} {row['ratio']:>6.2f} "
-        + f"{row['compute_fraction']:>7.2f}"
-        + ("" if row["dropped"] else f"  ran dense: {row['reason']}")
-        for row in rows
-    ]
-    return {"device": args.device, "results": rows}, "\n".join([head, *lines])
-
-
-def _in_turn(run: Callable[[], float], repeats: int) -> dict[str, Any]:
-    """In turn, so that a busy machine slows both; the first of each, which compiles, is not counted."""
-    times: dict[str, list[float]] = {"dense": [], "dropped": []}
-    for _ in range(repeats + 1):
-        with uniprefill_fx.disabled():
-            times["dense"].append(run())
-        took, call = watched(run)
-        times["dropped"].append(took)
-    dense, dropped = (1e3 * statistics.median(times[name][1:]) for name in ("dense", "dropped"))
-    return _ran(call) | {"dense_ms": dense, "dropped_ms": dropped, "ratio": dense / dropped}
+    Raises:
+        UserError: the hub has no such model, or does not answer and the model is not in the cache.
+    """
+    hub = importlib.import_module("huggingface_hub")
+    errors = importlib.import_module("huggingface_hub.errors")
+    where = f"--model {name}: no folder of that name, and"
+    try:
+        cached = isinstance(hub.try_to_load_from_cache(name, "config.json"), str)
+        if not hub.constants.HF_HUB_OFFLINE:
+            hub.HfApi().model_info(name, timeout=HUB_SECONDS)
+            return False
+        reason = "HF_HUB_OFFLINE is set"
+    except errors.HFValidationError as error:
+        raise UserError(f"{where} no name of the hub: {error}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(f"{where} the hub has no such model, or not for everybody (log in: hf auth login)") from error
+    except Exception as error:  # whatever the network has
+        reason = f"the hub cannot be reached ({error})"
+    if not cached:
+        raise UserError(f"{where} {reason}; the model is not in the cache either")
+    return True

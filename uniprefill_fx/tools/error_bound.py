@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, fx
@@ -39,8 +39,9 @@ from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.runtime.overrides import Changed, arguments
 from uniprefill_fx.runtime.prefill import Prefill, disabled
+from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.specs import SparseSpec, bias_of_request
-from uniprefill_fx.tools.isolated import isolated, takes
+from uniprefill_fx.tools.isolated import checked_prompt, isolated, takes
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class BoundReport:
         return "\n".join(lines)
 
 
-def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport:
+@shows_options(inner_backend=...)
+def error_bound(model: Any, input_ids: Tensor, /, **options: Unpack[Options]) -> BoundReport:
     """Run one prompt dense and as the options say, without an inner backend, and measure what was lost where.
 
     For looking closely at a model: the scores of the last queries are formed whole, (heads, last_n, tokens) in
@@ -134,10 +136,10 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Any) -> BoundReport
         model: a decoder. input_ids: (1, tokens) int64. options: as for `uniprefill_fx.compile`.
 
     Raises:
-        OptionError: an unknown option or a bad value. ValueError: several prompts. RuntimeError: the prompt ran dense;
-            the message has the reason.
+        OptionError: an unknown option or a bad value. TypeError, ValueError: no model, or no single prompt for it.
+        RuntimeError: the prompt ran dense; the message has the reason.
     """
-    if input_ids.shape[0] != 1:
+    if checked_prompt(model, input_ids).shape[0] != 1:
         raise ValueError(f"input_ids {tuple(input_ids.shape)}: wanted one prompt, (1, tokens)")
     config = PrefillConfig.from_options({"inner_backend": "eager", **options_for(model, options)})
     watch = _Watch()

@@ -8,6 +8,7 @@ from importlib import metadata, resources
 from statistics import mean
 from typing import Any
 
+import jinja2
 import torch
 from torch import Tensor
 
@@ -15,7 +16,10 @@ from uniprefill_fx.config import auto_block_size
 from uniprefill_fx.runtime.sparse_options import NAMES
 from uniprefill_fx.tools.report import Report
 from uniprefill_fx.tools.savings import Savings
+from uniprefill_fx.tools.what_if import what_if
 
+PARTS = ("page.html", "page.css", "page.js", "what_if.js")
+"""The template, and what it includes."""
 COLUMNS = 128
 """Most columns of a map; each stands for the same number of whole blocks."""
 SHORT = 0.01
@@ -29,11 +33,13 @@ def page(report: Report, tokenizer: Any = None) -> str:
 
     `tokenizer`: anything with `decode(list of ids)`; then each cell of the map has its tokens' text.
     """
-    template = resources.files("uniprefill_fx.tools").joinpath("report_page.html").read_text(encoding="utf-8")
+    files = resources.files("uniprefill_fx.tools") / "page"
+    parts = {name: (files / name).read_text(encoding="utf-8") for name in PARTS}
+    shown = contents(report, tokenizer)
     # "<" never appears in the data, so that no text of a prompt can end the script element
-    data = json.dumps(contents(report, tokenizer), ensure_ascii=False).replace("<", "\\u003c")
-    before, after = template.split("%DATA%")
-    return before + data + after
+    data = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")
+    environment = jinja2.Environment(loader=jinja2.DictLoader(parts), autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template(PARTS[0]).render(shown, data=data)
 
 
 def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
@@ -45,10 +51,11 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
         graphs.append(("Rewritten, after", _code(report.after)))
     tokens = None if call is None else call.tokens
     options = ", ".join(f"{name}={value!r}" for name, value in _chosen(report).items())
+    version = metadata.version("uniprefill-fx")
     return {
         "title": f"{report.model}: {plan.num_layers} layers, "
         + (f"{tokens:,} tokens" if tokens else "length not known"),
-        "made": f"{datetime.date.today().isoformat()}, uniprefill-fx{_version()}, torch {torch.__version__}",
+        "made": f"{datetime.date.today().isoformat()}, uniprefill-fx {version}, torch {torch.__version__}",
         "headline": report.headline,
         "dropped": call is not None and call.dropped,
         "about": options,
@@ -58,14 +65,21 @@ def contents(report: Report, tokenizer: Any = None) -> dict[str, Any]:
         "maps": [_map(report, r, kept, tokenizer) for r, kept in enumerate(_requests(report))],
         "passes": _passes(report.decoder.seconds),
         "graphs": graphs,
+        "answers": _answers(report, tokenizer),
+        "what_if": what_if(report, tokenizer),
     }
 
 
-def _version() -> str:
-    try:
-        return " " + metadata.version("uniprefill-fx")
-    except metadata.PackageNotFoundError:  # a checkout on the path
-        return ", not installed"
+def _answers(report: Report, tokenizer: Any) -> dict[str, Any] | None:
+    """Token by token, so that the page can mark those that differ."""
+    found = report.answers
+    if found is None:
+        return None
+    texts = {
+        name: [f"{i} " if tokenizer is None else str(tokenizer.decode([i])) for i in ids]
+        for name, ids in (("dense", found.dense), ("dropped", found.dropped))
+    }
+    return texts | {"kl": found.kl}
 
 
 def _passes(seconds: dict[str, float]) -> list[tuple[str, float]]:
@@ -101,9 +115,9 @@ def _figures(report: Report, savings: Savings | None) -> list[tuple[str, str]]:
     dense = sum(savings.dense_flops.values())
     density = list(call.density.values())
     return [
-        ("of the tokens computed, averaged over layers", _percent(call.compute_fraction)),
+        ("of the tokens saved, averaged over layers", _percent(1 - call.compute_fraction)),
         *(
-            [("of the blocks of keys computed, where attention is block-sparse", _percent(mean(density)))]
+            [("of the blocks of keys saved, where attention is block-sparse", _percent(1 - mean(density)))]
             if density
             else []
         ),
@@ -215,8 +229,11 @@ def figure(report: Report) -> Any:
     Raises:
         ImportError: matplotlib is not installed. ValueError: the report holds no prompt.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError("plot() needs matplotlib: pip install matplotlib") from error
 
     call = report.call
     if call is None or call.tokens is None:

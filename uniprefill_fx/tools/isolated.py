@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,24 @@ def unwrapped() -> Iterator[None]:
         if isinstance(inner, OptionError | StrictError):
             raise inner from None
         raise
+
+
+def checked_prompt(model: Any, prompt: Any) -> Any:
+    """A model's first argument, as it is.
+
+    Raises:
+        TypeError, ValueError: text, lists, a tokenizer's whole output, or ids without a batch for a transformers model.
+    """
+    if isinstance(prompt, str):
+        raise TypeError("a prompt is text: wanted token ids, tokenizer(text, return_tensors='pt').input_ids")
+    if isinstance(prompt, Mapping):
+        raise TypeError(f"a prompt is a {type(prompt).__name__}: wanted its 'input_ids', and call={{...}} for the rest")
+    if isinstance(prompt, list | tuple):
+        raise TypeError(f"a prompt is a {type(prompt).__name__}: wanted a tensor of token ids, torch.tensor([ids])")
+    of_transformers = hasattr(model, "get_input_embeddings")
+    if isinstance(prompt, torch.Tensor) and prompt.dim() == 1 and of_transformers:
+        raise ValueError(f"a prompt is {tuple(prompt.shape)}: wanted (1, tokens), prompt[None]")
+    return prompt
 
 
 def takes(model: Any, parameter: str) -> bool:

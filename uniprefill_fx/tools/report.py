@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import LastCall
 from uniprefill_fx.runtime.overrides import arguments
 from uniprefill_fx.runtime.prefill import Prefill
+from uniprefill_fx.tools.answers import Answers
 from uniprefill_fx.tools.savings import Savings, estimate
 
 BREAK_EVEN = 0.8
@@ -32,7 +34,8 @@ class Report:
     Attributes:
         config: the options used. compilations: one for each graph that Dynamo handed over, in order.
         call: what the prompt's prefill did, as it ran; None when no graph was a prefill. input_ids: the prompt.
-        model: name of the model's class.
+        model: name of the model's class. answers: what follows the prompt, dense and dropped, where it was asked for.
+        again: runs the prompt once more, with the options of an `override()`; what it did, and the seconds it took.
     """
 
     config: PrefillConfig
@@ -40,6 +43,8 @@ class Report:
     call: LastCall | None
     input_ids: torch.Tensor | None = None
     model: str = "model"
+    answers: Answers | None = None
+    again: Callable[..., tuple[LastCall | None, float]] | None = None
 
     @property
     def decoder(self) -> Compilation:
@@ -112,7 +117,7 @@ class Report:
             return (done, str(call.reason)) if call.reason is not None else (done,)
         left = len(list(call.kept_indices.values())[-1])
         done = f"this prompt: {call.tokens} tokens, {left} of them left after the last drop; "
-        done += f"compute {call.compute_fraction:.2f} of dense, averaged over layers"
+        done += f"{1 - call.compute_fraction:.0%} of the tokens saved, averaged over layers"
         if call.reason is not None:
             return (done, str(call.reason))
         return (done, self._hint()) if call.compute_fraction >= LITTLE else (done,)
@@ -153,6 +158,7 @@ class Report:
         lines += [f"refused: {refusal}" for refusal in self.refusals]
         if call is not None and call.dropped and call.changed:
             lines.append("for this call: " + ", ".join(f"{name}={value}" for name, value in call.changed.items()))
+        lines += [] if self.answers is None else [str(self.answers)]
         return "\n".join([*lines, self._compiled(), self._times()])
 
     def _dear(self) -> list[str]:

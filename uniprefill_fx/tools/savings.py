@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.passes.analyze.plan import Plan
-from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import decoder_layer, is_op, meta, name_of, shape
 from uniprefill_fx.runtime.last_call import LastCall
 
@@ -56,15 +55,45 @@ class Savings:
         return 1.0 - self.kv_bytes / self.dense_kv_bytes if self.dense_kv_bytes else 0.0
 
 
-def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCall) -> Savings | None:
-    """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens."""
-    if call.columns is None or plan.tokens is None or not plan.attention_nodes:
-        return None
-    total, prompts = call.columns, len(call.token_bounds)
-    drops = [drop.attention.layer for drop in plan.drops] if call.kept_indices else []
-    rows = [total, *(max(b - a for a, b in itertools.pairwise(call.cu_seqlens[layer])) for layer in drops)]
-    flops: dict[int, float] = {}
-    dense: dict[int, float] = {}
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of one part of a decoder layer (-1: of no layer), by what it grows with.
+
+    Attributes:
+        level: how many drops lie before it. each: FLOPs a row. fixed: FLOPs whatever the rows.
+        pair: FLOPs a (query, key) pair that the mask lets through. window, chunk: of that mask. full: full attention.
+        scoring: FLOPs a pair of a last query and a row, of the dropped run alone.
+    """
+
+    layer: int
+    level: int
+    each: float = 0.0
+    fixed: float = 0.0
+    pair: float = 0.0
+    window: int | None = None
+    chunk: int | None = None
+    full: bool = False
+    scoring: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A layer of the cache: the drop level of its rows, bytes a row, and the most rows it holds (None: all)."""
+
+    level: int
+    each: int
+    most: int | None
+
+
+def costs(
+    gm: fx.GraphModule, plan: Plan, drops: Sequence[int | None], prompts: int
+) -> tuple[list[Cost], list[Stored], list[str]]:
+    """What a prefill is made of, and names of products whose rows do not follow from the number of tokens.
+
+    gm: the graph as Dynamo traced it. drops: layers at which this call dropped.
+    """
+    assert plan.tokens is not None
+    found: list[Cost] = []
     uncounted: list[str] = []
     # By name: the graph is a copy of the one that was planned.
     interior = {node.name for attention in plan.attention_nodes for node in attention.interior}
@@ -78,34 +107,51 @@ def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCa
             uncounted.append(node.name)
             continue
         layer = decoder_layer(node)
-        at = -1 if layer is None else layer
-        dense[at] = dense.get(at, 0.0) + each * total + fixed
-        flops[at] = flops.get(at, 0.0) + each * rows[levels.get(node.name, 0)] + fixed
-    everything = [torch.arange(past - first) for first, past in call.token_bounds]
-    alive = everything
+        found.append(Cost(-1 if layer is None else layer, levels.get(node.name, 0), each, fixed))
+    level = 0
     for attention in plan.attention_nodes:
-        if attention.spec is not None:
-            dense[attention.layer] = dense.get(attention.layer, 0.0) + _attention(attention, everything)
-            computed = _attention(attention, alive) * (
-                call.density.get(attention.layer, 1.0) if attention.full else 1.0
-            )
-            flops[attention.layer] = flops.get(attention.layer, 0.0) + computed
+        layer = -1 if attention.layer is None else attention.layer
+        heads, spec = attention.num_heads, attention.spec
+        if spec is not None:
+            pair = 2.0 * heads * (attention.head_dim + attention.v_dim)
+            chunk = spec.chunk if spec.window is None else None
+            found.append(Cost(layer, level, 0.0, 0.0, pair, spec.window, chunk, attention.full))
         if attention.layer in drops:
-            last_n = call.changed.get("last_n", config.last_n)
-            heads, dim = attention.num_heads, attention.head_dim
-            flops[attention.layer] += 2.0 * heads * dim * sum(min(last_n, len(own)) * len(own) for own in alive)
-            bounds, kept = (
-                itertools.pairwise(call.cu_seqlens[attention.layer]),
-                call.kept_indices[attention.layer].cpu(),
-            )
-            alive = [kept[a:b] - first for (a, b), (first, _) in zip(bounds, call.token_bounds, strict=True)]
+            found.append(Cost(layer, level, scoring=2.0 * heads * attention.head_dim))
+            level = drops.index(attention.layer) + 1
     stores = _stores(gm.graph) or [
         (attention.k.name, _row_bytes(attention.k, attention.v), None)
         for attention in plan.attention_nodes
         if attention.spec
     ]
-    kv = sum(prompts * each * _capped(rows[levels.get(name, 0)], most) for name, each, most in stores)
-    dense_kv = sum(prompts * each * _capped(total, most) for _, each, most in stores)
+    return found, [Stored(levels.get(name, 0), each, most) for name, each, most in stores], uncounted
+
+
+def estimate(gm: fx.GraphModule, plan: Plan, config: PrefillConfig, call: LastCall) -> Savings | None:
+    """Count one call of the graph as Dynamo traced it; None when the call does not know its tokens."""
+    if call.columns is None or plan.tokens is None or not plan.attention_nodes:
+        return None
+    total, prompts = call.columns, len(call.token_bounds)
+    drops = [drop.attention.layer for drop in plan.drops] if call.kept_indices else []
+    rows = [total, *(max(b - a for a, b in itertools.pairwise(call.cu_seqlens[layer])) for layer in drops)]
+    alive = [[torch.arange(past - first) for first, past in call.token_bounds]]
+    for layer in drops:
+        kept, bounds = call.kept_indices[layer].cpu(), itertools.pairwise(call.cu_seqlens[layer])
+        alive.append([kept[a:b] - first for (a, b), (first, _) in zip(bounds, call.token_bounds, strict=True)])
+    last_n = call.changed.get("last_n", config.last_n)
+    found, stores, uncounted = costs(gm, plan, drops, prompts)
+    flops: dict[int, float] = {}
+    dense: dict[int, float] = {}
+    for cost in found:
+        at, own = cost.layer, alive[cost.level]
+        share = call.density.get(at, 1.0) if cost.full else 1.0
+        dense[at] = dense.get(at, 0.0) + cost.each * total + cost.fixed + cost.pair * _pairs(cost, alive[0])
+        flops[at] = (
+            flops.get(at, 0.0) + cost.each * rows[cost.level] + cost.fixed + share * cost.pair * _pairs(cost, own)
+        )
+        flops[at] += cost.scoring * sum(min(last_n, len(one)) * len(one) for one in own)
+    kv = sum(prompts * store.each * _capped(rows[store.level], store.most) for store in stores)
+    dense_kv = sum(prompts * store.each * _capped(total, store.most) for store in stores)
     return Savings(flops, dense, kv, dense_kv, tuple(uncounted))
 
 
@@ -129,22 +175,17 @@ def _product(
     return (float(each), 0.0) if each.is_number else (None, 0.0)
 
 
-def _attention(attention: AttentionNode, positions: Sequence[Tensor]) -> float:
-    """FLOPs of one attention over the rows at these original positions of each prompt."""
-    assert attention.spec is not None
-    heads = attention.num_heads
-    dims = attention.head_dim + attention.v_dim
-    return 2.0 * heads * dims * sum(_pairs(attention, own) for own in positions)
+def _pairs(cost: Cost, positions: Sequence[Tensor]) -> int:
+    """(query, key) pairs that the mask of an attention op lets through; positions of each prompt, ascending."""
+    return sum(_pairs_of(cost, own) for own in positions) if cost.pair else 0
 
 
-def _pairs(attention: AttentionNode, positions: Tensor) -> int:
-    """(query, key) pairs that the mask of an attention op lets through; positions ascend."""
-    assert attention.spec is not None
+def _pairs_of(cost: Cost, positions: Tensor) -> int:
     first = torch.zeros_like(positions)  # the first position that a query sees
-    if attention.spec.window is not None:
-        first = (positions - attention.spec.window + 1).clamp(min=0)
-    elif attention.spec.chunk is not None:
-        first = positions // attention.spec.chunk * attention.spec.chunk
+    if cost.window is not None:
+        first = (positions - cost.window + 1).clamp(min=0)
+    elif cost.chunk is not None:
+        first = positions // cost.chunk * cost.chunk
     seen = torch.arange(1, len(positions) + 1) - torch.searchsorted(positions, first)
     return int(seen.sum())
 

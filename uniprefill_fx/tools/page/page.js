@@ -1,69 +1,3 @@
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>uniprefill report</title>
-<style>
-:root { --ink: #1d2733; --soft: #5d6b7a; --line: #d9e0e7; --back: #ffffff; --panel: #f5f7f9; --keep: #1f6fb4; --drop: #c0392b; --gone: #e4e9ee; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #dfe6ed; --soft: #93a1b0; --line: #33404d; --back: #151b22; --panel: #1c242d; --keep: #4a9ae0; --drop: #e0705f; --gone: #2a343f; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 24px; background: var(--back); color: var(--ink); font: 14px/1.45 system-ui, sans-serif; }
-h1 { font-size: 20px; margin: 0 0 4px; } h2 { font-size: 15px; margin: 28px 0 8px; }
-h1, p, li { overflow-wrap: anywhere; }
-p { margin: 4px 0; } .soft { color: var(--soft); }
-#headline { margin: 8px 0; font-size: 16px; } #headline p { margin: 0; }
-#headline.dense { padding: 8px 14px; border: 1px solid var(--drop); border-left-width: 5px; border-radius: 6px; }
-.figures { display: flex; flex-wrap: wrap; gap: 10px; margin: 14px 0; }
-.figure { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 8px 14px; }
-.figure b { display: block; font-size: 18px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; font-weight: 600; color: var(--soft); padding: 2px 8px; white-space: nowrap; }
-td { border-top: 1px solid var(--line); padding: 2px 8px; vertical-align: middle; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-tr.drops td { border-bottom: 2px solid var(--drop); } tr.refused td { color: var(--soft); }
-.bar { position: relative; height: 11px; min-width: 160px; background: var(--gone); border-radius: 2px; overflow: hidden; }
-.bar i { position: absolute; inset: 0 auto 0 0; background: var(--keep); }
-.map { display: grid; gap: 1px 0; }
-.map .row { display: flex; align-items: center; height: 11px; }
-.map .row > span { width: 34px; text-align: right; padding-right: 6px; font-size: 10px; color: var(--soft); }
-.map .cells { display: flex; flex: 1; height: 100%; }
-.map .cell { flex: 1; min-width: 0; background: var(--gone); }
-.map .cell i { display: block; height: 100%; background: var(--keep); }
-.map .row.drops .cells { border-bottom: 2px solid var(--drop); }
-.map .cell:hover, .map .cell:focus { outline: 2px solid var(--ink); z-index: 1; }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 0 0 8px; font-size: 12px; color: var(--soft); }
-.legend i { display: inline-block; width: 18px; height: 11px; margin-right: 6px; background: var(--gone); }
-.legend i b { display: block; height: 100%; background: var(--keep); }
-.legend i.line { height: 0; vertical-align: 4px; border-top: 2px solid var(--drop); }
-@media (max-width: 600px) { body { padding: 12px; } td { white-space: nowrap; } tr.refused td:nth-child(5) { white-space: normal; min-width: 260px; } }
-.axis { display: flex; justify-content: space-between; padding-left: 34px; font-size: 10px; color: var(--soft); }
-#tip { min-height: 66px; margin-top: 8px; padding: 6px 10px; background: var(--panel); border: 1px solid var(--line); border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
-details { border: 1px solid var(--line); border-radius: 6px; margin: 8px 0; background: var(--panel); }
-summary { cursor: pointer; padding: 6px 12px; } pre { margin: 0; padding: 8px 12px; overflow: auto; max-height: 60vh; font-size: 11px; line-height: 1.35; }
-li { margin: 3px 0; }
-</style>
-</head>
-<body>
-<h1 id="title"></h1>
-<div id="headline"></div>
-<p class="soft" id="about"></p>
-<p class="soft" id="made"></p>
-<div class="figures" id="figures"></div>
-<h2>Layers</h2>
-<div class="scroll"><table><thead><tr><th class="number">layer</th><th>attention</th><th class="number">rows in</th><th>share of the prompt</th><th>drop after it</th><th class="number">GFLOP</th><th class="number">dense</th></tr></thead><tbody id="layers"></tbody></table></div>
-<div id="refused"></div>
-<div id="maps"></div>
-<div id="density"></div>
-<h2>Time of the passes</h2>
-<div class="scroll"><table><tbody id="passes"></tbody></table></div>
-<h2>Graphs</h2>
-<div id="graphs"></div>
-<script type="application/json" id="data">%DATA%</script>
-<script>
 "use strict";
 window.addEventListener("error", event => { document.body.dataset.error = event.message; });
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -80,16 +14,22 @@ const percent = value => (100 * value).toFixed(0) + "%";
 function bar(parent, share) {
   make("i", make("div", parent, undefined, "bar")).style.width = 100 * share + "%";
 }
-document.title = at("title").textContent = data.title;
-for (const line of data.headline) make("p", at("headline"), line);
 at("headline").className = data.dropped || data.layers.some(layer => layer.density !== null) ? "cut" : "dense";
-at("about").textContent = data.about;
-at("made").textContent = data.made;
-for (const [name, value] of data.figures) {
-  const box = make("div", at("figures"), undefined, "figure");
-  make("b", box, value);
-  make("span", box, name, "soft");
+if (data.answers) {
+  make("h2", at("answers"), "What follows the prompt");
+  make("p", at("answers"), "KL divergence of the next token's odds from dense: " + data.answers.kl.toPrecision(2), "soft");
+  const sides = make("div", at("answers"), undefined, "answers");
+  for (const side of ["dense", "dropped"]) {
+    const box = make("div", sides);
+    make("b", box, side);
+    data.answers[side].forEach((text, i) => {
+      const other = data.answers[side === "dense" ? "dropped" : "dense"][i];
+      make(text === other ? "span" : "mark", box, text);
+    });
+  }
 }
+let why = () => ""; // set where the slider is: why tokens of a range stayed or went
+const painters = []; // by prompt: shows other shares in its map
 for (const layer of data.layers) {
   const row = make("tr", at("layers"), undefined, layer.dropped ? "drops" : layer.refused ? "refused" : "");
   row.title = layer.refused || "";
@@ -142,17 +82,22 @@ data.maps.forEach((map, request) => {
       cell.dataset.layer = layer;
       cell.dataset.column = column;
       cell.dataset.kept = kept;
-      if (kept > 0) make("i", cell).style.opacity = kept;
+      make("i", cell).style.opacity = kept;
       cell.tabIndex = layer || column ? -1 : 0; // the tab key enters the map once, and leaves it
       const show = () => {
         const first = column * map.width, last = Math.min(map.tokens, first + map.width);
         tip.textContent = "layer " + layer + ", tokens " + number(first) + " to " + number(last - 1) + ": " +
-          percent(kept) + " computed" + (map.texts ? "\n" + map.texts[column] : "");
+          percent(Number(cell.dataset.kept)) + " computed" + why(first, last, layer) + (map.texts ? "\n" + map.texts[column] : "");
       };
       cell.addEventListener("mouseenter", show);
       cell.addEventListener("focus", show); // by a click as well
     });
   });
+  painters.push(rows => rows.forEach((shares, layer) => shares.forEach((share, column) => {
+    const cell = grid.children[layer].lastChild.children[column];
+    cell.dataset.kept = share;
+    cell.firstChild.style.opacity = share;
+  })));
   const axis = make("div", at("maps"), undefined, "axis");
   for (const part of [0, 0.25, 0.5, 0.75, 1]) make("span", axis, number(Math.round(part * map.tokens)));
   at("maps").append(tip);
@@ -181,7 +126,3 @@ for (const [name, code] of data.graphs) {
   make("summary", block, name);
   make("pre", block, code);
 }
-document.body.dataset.ready = "yes";
-</script>
-</body>
-</html>
