@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.analyze.rowwise_ops import is_random
+from uniprefill_fx.passes.analyze.rowwise_ops import argument, is_inactive, is_random, known_name
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.distributed import (
     collective_name,
@@ -64,7 +64,10 @@ def find_ranks(graph: fx.Graph) -> Ranks | None:
     for node in graph.nodes:
         if is_dtensor(meta(node)):
             if not _is_weight(node):
-                raise refuse(Category.RANKS, f"a DTensor, `{node.name}`, that is no weight split over one group", LEAVE)
+                what = "a weight that is not split evenly over one group" if node.op == "placeholder" else "computed"
+                raise refuse(
+                    Category.RANKS, f"a DTensor, `{node.name}` ({what}): nothing says what its rows are", LEAVE
+                )
             groups.setdefault(group_of_mesh(meta(node)) or "", node)
             whole = True
         elif conversion(node) == "to_local":
@@ -78,7 +81,7 @@ def find_ranks(graph: fx.Graph) -> Ranks | None:
                 groups.setdefault(group, node)
         elif any(n in own for n in node.all_input_nodes) and node.op != "output":
             own[node] = frozenset().union(*(own.get(n, frozenset()) for n in node.all_input_nodes))
-        elif node.op == "call_function" and is_random(node):
+        elif _draws(node):
             own[node] = frozenset({node})
     if not groups:
         return None
@@ -92,6 +95,16 @@ def find_ranks(graph: fx.Graph) -> Ranks | None:
             LEAVE,
         )
     return Ranks(next(iter(groups)), own)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, which each rank does for itself."""
+    name = known_name(node)
+    if name == "dropout":
+        return not is_inactive(node)
+    if name == "scaled_dot_product_attention":
+        return argument(node, 4, "dropout_p") not in (None, 0, 0.0)
+    return is_random(node)
 
 
 def _group(node: fx.Node) -> str | None:
