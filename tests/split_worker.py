@@ -124,7 +124,7 @@ class Worker:
                 reached(agreement, *decision)
                 os._exit(3)
 
-            Agreement.reached = reached_and_gone  # type: ignore[method-assign]
+            Agreement.reached = reached_and_gone  # type: ignore
         try:
             self.prefill(model, token_ids(TOKENS))
         except Exception as error:

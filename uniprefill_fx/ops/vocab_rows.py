@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from uniprefill_fx.passes.operator_internals import group_named
+from uniprefill_fx.torch_internals import group_named
 
 
 @torch.library.custom_op("uniprefill::vocab_rows", mutates_args=())

@@ -23,7 +23,6 @@ __all__ = [
     "collective_of",
     "fused_attention",
     "fused_layer",
-    "group_named",
     "has_kernel",
     "has_registered_effect",
     "is_composite",
@@ -163,12 +162,6 @@ def collective_of(target: Any) -> str:
     library, _, name = str(target).partition(".")
     known = library.startswith(("_c10d_functional", "c10d", "symm_mem", "_dtensor"))
     return name.split(".")[0] if known else ""
-
-
-def group_named(name: str) -> Any:
-    """The process group of a name, as collectives in graphs give it. Relies on `_resolve_process_group`."""
-    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
-    return resolve(name)
 
 
 def backward_hook_methods() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from uniprefill_fx.passes.distributed import is_dtensor, placement_of
 from uniprefill_fx.passes.node_utils import leaves_of, meta
-from uniprefill_fx.passes.operator_internals import group_named
+from uniprefill_fx.torch_internals import group_named
 
 
 class Agreement:
