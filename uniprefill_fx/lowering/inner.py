@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.lowering import tensorrt
 from uniprefill_fx.lowering.cache_tag import tagged
 from uniprefill_fx.lowering.compiler_internals import backend_of
 from uniprefill_fx.lowering.metadata import complete_values
@@ -22,9 +23,11 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     """The inner backend of a config, with `inner_options` bound.
 
     Raises:
-        OptionError: no backend of that name is registered.
+        OptionError: no backend of that name is registered; torch-tensorrt is asked for, and is not installed.
     """
     chosen: Any = config.inner_backend
+    if chosen in tensorrt.NAMES:
+        return tensorrt.tensorrt(chosen, config.inner_options or {}, backend_of)
     if isinstance(chosen, str):
         chosen = backend_of(chosen)
         if chosen is None:
