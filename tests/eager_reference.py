@@ -21,11 +21,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 ROTARY: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "llama": modeling_llama.apply_rotary_pos_emb,
     "gemma3_text": modeling_gemma3.apply_rotary_pos_emb,
+    "qwen3_moe": modeling_qwen3_moe.apply_rotary_pos_emb,
     "qwen3_next": modeling_qwen3_next.apply_rotary_pos_emb,
 }
 QUERY_CHUNK = 512  # rows of queries at a time: bounds memory only, as rows of a softmax are independent

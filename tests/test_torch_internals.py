@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch.distributed as dist
 from checkpoints import ROOT
 from torch import Tensor, fx, nn
 
@@ -398,6 +399,15 @@ def test_vmap_levels() -> None:
     torch._dynamo.reset()
     plain = traced(double, torch.ones(3, 2))
     assert not any(operator_internals.moves_between_vmap_levels(n) for n in plain.graph.nodes)
+
+
+def test_groups_are_found_by_name() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert dist.group.WORLD is not None
+        assert internals.group_named(dist.group.WORLD.group_name) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def test_artifacts_are_made_for_a_reader(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, StrictError
 from uniprefill_fx.frontends.eager_reads import unreadable_eagerly
 from uniprefill_fx.frontends.own_attention import OwnAttention, reads_views
 from uniprefill_fx.frontends.prompt_sizes import TraceAgain, trace_symbolic
+from uniprefill_fx.lowering.cache_tag import tag
 from uniprefill_fx.lowering.devices import check_dtypes
 from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
 from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
@@ -28,10 +29,13 @@ from uniprefill_fx.passes import trace_log
 from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens, reason_from_outside
 from uniprefill_fx.passes.analyze.plan import Plan, make_plan
+from uniprefill_fx.passes.analyze.ranks import Ranks, find_ranks
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import copy_module, meta
 from uniprefill_fx.passes.normalize.attention_form import unify_attention_form
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged, mark_causal_buffers
+from uniprefill_fx.passes.normalize.collectives import plain_collectives
+from uniprefill_fx.passes.normalize.dtensors import plain_dtensors
 from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
 from uniprefill_fx.passes.normalize.fold_constants import fold_constants
 from uniprefill_fx.passes.normalize.functionalize import functionalize
@@ -41,8 +45,11 @@ from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
 from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
+from uniprefill_fx.runtime.agreement import Agreement
 from uniprefill_fx.runtime.eager_reader import EagerReader
-from uniprefill_fx.runtime.prefill import LengthMarks, Prefill, Undropped
+from uniprefill_fx.runtime.length_marks import LengthMarks
+from uniprefill_fx.runtime.prefill import Prefill
+from uniprefill_fx.runtime.undropped import Undropped
 from uniprefill_fx.torch_internals import traced_code
 
 log = logging.getLogger(__name__)
@@ -57,6 +64,7 @@ class Compilation:
         gm: the graph at hand. before: the same in its normal form; a copy where somebody observes the compilation.
         inputs: what Dynamo handed over with it. config: the options.
         attention: what the readers found in it. blocked: a reason from outside the decoder to stay dense.
+        ranks: those that run the graph together.
         eager_reader: whether steps could read a compact cache eagerly. written: a step's graph as Dynamo traced it.
         plan: the decisions.
         after: the rewritten graph, None if it stays dense. pieces: what `after` was cut into.
@@ -68,6 +76,7 @@ class Compilation:
         self.inner: InnerBackend = inner_backend(config)
         self.attention: list[AttentionNode] = []
         self.blocked: Refusal | None = None
+        self.ranks: Ranks | None = None
         self.plan = Plan(())
         self.before: fx.GraphModule = gm
         self.after: fx.GraphModule | None = None
@@ -93,13 +102,20 @@ def _find_attention(c: Compilation) -> None:
     c.blocked = reason_from_outside(c.gm, c.inputs)
 
 
+def _find_ranks(c: Compilation) -> None:
+    try:
+        c.ranks = find_ranks(c.gm.graph)
+    except RefusalError as error:
+        c.blocked = c.blocked or error.refusal
+
+
 def _retrace(c: Compilation) -> None:
     if not keys_of_earlier_tokens(c.gm.graph, c.attention):
         trace_symbolic(c.gm, c.attention, c.inputs)
 
 
 def _plan(c: Compilation) -> None:
-    c.plan = make_plan(c.gm, c.attention, c.config, c.blocked)
+    c.plan = make_plan(c.gm, c.attention, c.config, c.blocked, c.ranks)
     refusals = c.plan.refusals
     # of a prompt of one token there is nothing to say
     if c.config.strict and c.plan.prefill and refusals and refusals[-1].category is not Category.TOO_SHORT:
@@ -136,6 +152,9 @@ NORMALIZE: tuple[tuple[str, Step], ...] = (
     ("fold constants", lambda c: fold_constants(c.gm)),
     # Needs numbers for dtypes. The plan refuses writes across a drop, so those that nobody else sees go before it.
     ("functionalize", lambda c: functionalize(c.gm)),
+    # Need no other pass. Ranks are found by what they write.
+    ("DTensors", lambda c: plain_dtensors(c.gm)),
+    ("collectives", lambda c: plain_collectives(c.gm)),
     # Before anybody looks for attention: a layer op of torch hides it.
     ("expand layer ops", lambda c: expand_layer_ops(c.gm)),
     # Behind the expansion, which writes products too. Readers know products over four axes only.
@@ -146,6 +165,8 @@ NORMALIZE: tuple[tuple[str, Step], ...] = (
 ANALYZE: tuple[tuple[str, Step], ...] = (
     # Needs the normal form. All that follows knows attention by what is found here.
     ("find attention", _find_attention),
+    # Needs plain collectives. A reason from outside comes before any that is found here.
+    ("find ranks", _find_ranks),
     # Needs the attention of a prompt. Raises to have Dynamo trace again, so it comes before anything dear.
     ("retrace", _retrace),
     # Needs attention whose sizes are symbols. Decides everything that the rewrite does.
@@ -187,7 +208,8 @@ def compile_graph(
             c.plan, c.after = replace(c.plan, drops=(), sparse=()), None
     if c.run is None:
         marks = LengthMarks(gm)  # before the views of cache layers are gone
-        c.run = Undropped(_without_drops(c), marks, c.plan.prefill, c.plan.refusals)
+        agreement = _agreement(c)
+        c.run = Undropped(_without_drops(c), marks, c.plan.prefill, c.plan.refusals, agreement)
     for refusal in c.plan.refusals if c.plan.prefill else ():
         log.info("stays dense: %s", refusal)
     trace_log.note(c.plan, c.after, c.seconds)
@@ -218,11 +240,21 @@ def _failed(c: Compilation, error: Exception, what: str) -> None:
 def _prefill(c: Compilation) -> Prefill:
     """Compilation itself waits for the first call."""
     assert c.after is not None
+    agreement = _agreement(c)
     steps = list(zip(c.pieces, compile_pieces(c.pieces, c.inner), strict=True))
     sequence_ids = extract(c.gm, c.plan.sequence_ids)
     dense = CompiledPiece(_lowered(c), c.inner, "dense")
     auto_blocks = c.config.block_size == "auto"
-    return Prefill(c.plan, c.after, steps, dense, c.config.min_tokens, sequence_ids, auto_blocks, c.eager_reader)
+    how = (c.config.min_tokens, sequence_ids, auto_blocks, c.eager_reader, agreement)
+    return Prefill(c.plan, c.after, steps, dense, *how)
+
+
+def _agreement(c: Compilation) -> Agreement | None:
+    """With whom a prompt is run together."""
+    if c.ranks is None:
+        return None
+    options = replace(c.config, inner_backend="inductor", inner_options=None)  # what compiles decides nothing
+    return Agreement(c.ranks.group, c.gm.graph, (tag(), options))
 
 
 def _without_drops(c: Compilation) -> Callable[..., Any]:

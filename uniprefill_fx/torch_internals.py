@@ -153,10 +153,7 @@ def graphs_of(code: Any) -> int:
 
 
 def compiled_module(model: Any) -> Any:
-    """The module inside the wrapper that `torch.compile(module)` returns; None for anything else.
-
-    Relies on `OptimizedModule._orig_mod`.
-    """
+    """The module in the wrapper of `torch.compile(module)`; None without one. Relies on `OptimizedModule._orig_mod`."""
     return model._orig_mod if isinstance(model, eval_frame.OptimizedModule) else None
 
 
@@ -228,9 +225,8 @@ def new_size(mode: FakeTensorMode, name: str, hint: int, any_integer: bool = Fal
     Relies on `ShapeEnv.create_symbol`, `create_unspecified_symbol` (which specialises neither 0 nor 1) and
     `create_symintnode`, and on `ConstantSource` as a source that nothing guards.
     """
-    assert mode.shape_env is not None
-    source = ConstantSource(name)
-    env = mode.shape_env
+    env, source = mode.shape_env, ConstantSource(name)
+    assert env is not None
     create = env.create_unspecified_symbol if any_integer else env.create_symbol
     symbol = create(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     size = env.create_symintnode(symbol, hint=hint, source=source)
@@ -291,8 +287,12 @@ def dispatch_in_python() -> AbstractContextManager[Any]:
 
 
 def log_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Write an artifact to torch's structured log, which `tlparse` reads; `payload` is called only if there is one.
-
-    Relies on `torch._logging.trace_structured("artifact", ...)` with the keys "name" and "encoding".
-    """
+    """Write an artifact to torch's structured log, if somebody reads it (`tlparse`): `payload` is called only then.
+    Relies on `torch._logging.trace_structured("artifact", ...)` with the keys "name" and "encoding"."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
+
+
+def group_named(name: str) -> Any:
+    """The process group of a name, as collectives in graphs give it. Relies on `_resolve_process_group`."""
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    return resolve(name)

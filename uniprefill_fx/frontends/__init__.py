@@ -7,9 +7,10 @@ import sys
 
 def install() -> bool:
     """Install what is new since the last call, for the libraries that the process has imported. True if there was."""
-    from uniprefill_fx.frontends import known_mixers, torch_attention  # noqa: F401  registers its readers
+    from uniprefill_fx.frontends import backward_hooks, known_mixers, torch_attention  # noqa: F401  registers its readers
 
-    new = known_mixers.install_known() > 0
+    new = backward_hooks.install()
+    new |= known_mixers.install_known() > 0
     if "transformers" not in sys.modules:
         return new
     from uniprefill_fx.frontends import rope, transformers

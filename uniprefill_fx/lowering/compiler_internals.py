@@ -95,7 +95,10 @@ def dynamic_size(mode: FakeTensorMode, size: int, index: int) -> Any:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    with torch.inference_mode(False):  # which no wrapper of another tensor can be detached in
+        return tensor.detach()
 
 
 # Marks that Dynamo leaves

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.lowering import tensorrt
 from uniprefill_fx.lowering.cache_tag import tagged
 from uniprefill_fx.lowering.compiler_internals import backend_of
 from uniprefill_fx.lowering.metadata import complete_values
@@ -25,8 +26,10 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     """The inner backend of a config, with `inner_options` bound.
 
     Raises:
-        OptionError: no backend of that name is registered.
+        OptionError: no backend of that name is registered; torch-tensorrt is asked for, and is not installed.
     """
+    if config.inner_backend in tensorrt.NAMES:
+        return tensorrt.tensorrt(str(config.inner_backend), config.inner_options or {}, backend_of)
     compiler: InnerBackend = checked_inner_backend(config.inner_backend)
     if config.inner_options is not None:
         # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
@@ -39,8 +42,10 @@ def checked_inner_backend(chosen: str | Callable[..., Any]) -> Callable[..., Any
     """The backend of that name, or the callable itself.
 
     Raises:
-        OptionError: no backend of that name is registered.
+        OptionError: no backend of that name is registered; torch-tensorrt is asked for, and is not installed.
     """
+    if chosen in tensorrt.NAMES:
+        return tensorrt.tensorrt(str(chosen), {}, backend_of)
     found = backend_of(chosen) if isinstance(chosen, str) else chosen
     if found is None:
         names = sorted({*torch.compiler.list_backends(), *PLAIN} - {BACKEND_NAME})

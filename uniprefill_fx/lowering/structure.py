@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.lowering.compiler_internals import is_wrapper
+from uniprefill_fx.passes.distributed import is_dtensor, placement_of
 from uniprefill_fx.passes.node_utils import meta
 from uniprefill_fx.torch_internals import is_static_input
 
@@ -44,6 +45,8 @@ class _Structure:
 
     def _input(self, value: Any, static: bool) -> Hashable:
         if isinstance(value, torch.Tensor):
+            if is_dtensor(value) and static:  # how it is split says what each rank holds
+                return (type(value), value.dtype, tuple(value.shape), value.stride(), placement_of(value))
             if is_wrapper(value):
                 return id(value)  # a quantised weight: what it is made of differs by class
             sizes = tuple(self._size(s) for s in value.shape)

@@ -12,4 +12,5 @@ import uniprefill_fx.ops.gather
 import uniprefill_fx.ops.known_mask
 import uniprefill_fx.ops.mixer
 import uniprefill_fx.ops.score
-import uniprefill_fx.ops.select  # noqa: F401
+import uniprefill_fx.ops.select
+import uniprefill_fx.ops.vocab_rows  # noqa: F401

@@ -122,6 +122,11 @@ def is_selected(node: fx.Node) -> bool:
     return any(is_op(parent, "select") for parent in node.all_input_nodes)
 
 
+def selects_by(node: fx.Node) -> bool:
+    """Whether a node is the scores that a `select` chooses by."""
+    return any(is_op(user, "select") and user.args[0] is node for user in node.users)
+
+
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
     """A graph module with a copy of the graph (its nodes in the same order) over the same parameters."""
     graph = fx.Graph()

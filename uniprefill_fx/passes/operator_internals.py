@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -18,6 +18,9 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "as_plain_tensors",
+    "backward_hook_methods",
+    "collective",
+    "collective_of",
     "fused_attention",
     "fused_layer",
     "has_kernel",
@@ -135,3 +138,36 @@ def moves_between_vmap_levels(node: fx.Node) -> bool:
     Relies on Dynamo tracing these as calls of functions of `torch._functorch`.
     """
     return (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")
+
+
+# Several processes
+
+
+def collective(name: str) -> OpOverload:
+    """A collective that returns its result: "all_reduce", "all_gather_into_tensor", "wait_tensor".
+
+    Relies on `torch.ops._c10d_functional`, whose operators Dynamo makes of `torch.distributed` calls.
+    """
+    found: OpOverload = getattr(torch.ops._c10d_functional, name).default
+    return found
+
+
+def collective_of(target: Any) -> str:
+    """The name of the collective that a node calls, in place or not; "" for anything else.
+
+    Relies on the namespaces `_c10d_functional`, `_c10d_functional_autograd`, `c10d` and `symm_mem` of operators.
+    """
+    if not isinstance(target, OpOverload | OpOverloadPacket):
+        return ""
+    library, _, name = str(target).partition(".")
+    known = library.startswith(("_c10d_functional", "c10d", "symm_mem", "_dtensor"))
+    return name.split(".")[0] if known else ""
+
+
+def backward_hook_methods() -> tuple[str, ...]:
+    """The methods by which a call of a module asks for its backward hooks; each returns one or two lists.
+
+    Relies on `Module._get_backward_hooks` and `_get_backward_pre_hooks`, and on `_call_impl` asking them only where
+    there are such hooks.
+    """
+    return nn.Module._get_backward_hooks.__name__, nn.Module._get_backward_pre_hooks.__name__

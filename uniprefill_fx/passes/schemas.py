@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from uniprefill_fx.passes.distributed import collective_name, conversion
 from uniprefill_fx.passes.node_utils import arguments, meta
 from uniprefill_fx.passes.operator_internals import (
     OpOverload,
@@ -94,6 +95,8 @@ def _effects(node: fx.Node) -> Effects:
             isinstance(i, list) or (isinstance(i, fx.Node) and isinstance(meta(i), torch.Tensor)) for i in _index(node)
         )
         return Effects((), () if copies else (base,))
+    if conversion(node):  # of a DTensor: the same memory, where nothing is exchanged
+        return Effects((), tuple(operands))
     if node.target is getattr:
         return Effects((), (base,) if isinstance(base, fx.Node) else ())
     if node.target is operator.imatmul:
@@ -118,8 +121,11 @@ def _effects(node: fx.Node) -> Effects:
 def acts_outside_the_graph(node: fx.Node) -> bool:
     """Whether an operator is called for what no value shows: it returns nothing, or is registered as having effects.
 
-    Dynamo's graphs name packets of custom operators, while effects are registered of overloads.
+    Dynamo's graphs name packets of custom operators, while effects are registered of overloads. A wait for a collective
+    is registered too; all that it does is in the value that it returns.
     """
+    if collective_name(node) == "wait_tensor":
+        return False
     found = overloads(node)
     return any(has_registered_effect(o) for o in found) or (
         any(not schema_of(o).returns for o in found) and not effects(node).writes

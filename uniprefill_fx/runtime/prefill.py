@@ -16,16 +16,17 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.lowering.pieces import CompiledPiece
 from uniprefill_fx.passes.analyze.outputs import Exposure
 from uniprefill_fx.passes.analyze.plan import Plan
-from uniprefill_fx.passes.node_utils import counts_blocks, expression, is_op, is_selected, meta, shape
+from uniprefill_fx.passes.node_utils import counts_blocks, is_selected, selects_by, shape
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, Unchanged
 from uniprefill_fx.passes.rewrite.split import Piece
+from uniprefill_fx.runtime.agreement import Agreement
 from uniprefill_fx.runtime.eager_reader import EagerReader
 from uniprefill_fx.runtime.last_call import DroppedCall, Drops, LastCall, record
+from uniprefill_fx.runtime.length_marks import LengthMarks
 from uniprefill_fx.runtime.overrides import Changed, arguments, changes
 from uniprefill_fx.runtime.sparse_options import sparse_options
 from uniprefill_fx.runtime.token_bounds import token_bounds_of, whole_token_bounds
 from uniprefill_fx.runtime.warn_once import warn_once
-from uniprefill_fx.torch_internals import mark_maybe_dynamic
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("uniprefill_disabled", default=False)
 
@@ -40,62 +41,6 @@ def disabled() -> Iterator[None]:
         _disabled.reset(token)
 
 
-class LengthMarks:
-    """Marks the token axes of a graph's outputs as dynamic: a graph that takes them as inputs (the next decode step,
-    which reads the cache rows that this one wrote) is then traced for any length at once.
-
-    gm: as it was traced, with the views of its cache layers. Their rows are marked where a number of them was traced,
-    as behind a prompt of one token: a step that finds marks has no use for the graph of one that found none."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.axes: list[tuple[int, list[int]]] = []
-        outputs = gm.graph.output_node().args[0]
-        assert isinstance(outputs, tuple | list)
-        rows = _row_axes(gm.graph)
-        for i, node in enumerate(outputs):
-            value = meta(node) if isinstance(node, fx.Node) else None
-            if isinstance(value, torch.Tensor):
-                dims = {d for d, size in enumerate(value.shape) if expression(size).free_symbols} | rows.get(
-                    node, set()
-                )
-                self.axes += [(i, sorted(dims))] if dims else []
-
-    def __call__(self, outputs: Any) -> Any:
-        outputs = list(outputs)
-        seen: set[int] = set()
-        for i, dims in self.axes:
-            # Layers behind one drop store the same positions. As one object they would be guarded to be one, and a step
-            # that has appended to each would need a graph of its own.
-            if id(outputs[i]) in seen:
-                outputs[i] = outputs[i].detach()
-            seen.add(id(outputs[i]))
-            mark_maybe_dynamic(outputs[i], dims)
-        return tuple(outputs)
-
-
-def _row_axes(graph: fx.Graph) -> dict[fx.Node, set[int]]:
-    """The axis of the rows of what compact cache layers store, where this graph reads them; that of their timelines."""
-    views = [node for node in graph.nodes if is_op(node, "logical_view")]
-    axes = {node.args[0]: {2} for node in views} | {node.args[1]: {1} for node in views}
-    if views:
-        outputs = graph.output_node().all_input_nodes
-        axes |= {node: {0} for node in outputs if (shape(node) or ())[1:] == (0,)}
-    return axes
-
-
-class Undropped:
-    """A graph that never drops: a decode step, a later chunk, or a prefill that stays dense and records why."""
-
-    def __init__(self, run: Callable[..., Any], marks: LengthMarks, prefill: bool, refusals: Sequence[Refusal]) -> None:
-        self.run, self.marks, self.prefill = run, marks, prefill
-        self.reason = refusals[-1] if refusals else None
-
-    def __call__(self, *args: Any) -> Any:
-        if self.prefill:
-            record(LastCall(False, self.reason, None))
-        return self.marks(self.run(*args))
-
-
 class Prefill:
     """A prefill that drops tokens when it pays and may: one dense graph, one chain of pieces.
 
@@ -105,6 +50,7 @@ class Prefill:
         sequence_ids: computes the plan's `sequence_ids` from the inputs. auto_blocks: the block size follows the
         prompt.
         eager_reader: whether decode steps could run eagerly, where Dynamo compiles no more.
+        agreement: with the ranks that drop the same tokens; None: this one alone.
     """
 
     def __init__(
@@ -117,8 +63,10 @@ class Prefill:
         sequence_ids: Callable[..., tuple[Tensor, ...]],
         auto_blocks: bool = False,
         eager_reader: EagerReader | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         assert plan.count is not None
+        self.agreement = agreement
         self.plan, self.steps, self.dense, self.min_tokens = plan, steps, dense, min_tokens
         self.interpreter: Callable[[fx.GraphModule, dict[str, Any]], Changed] = Changed  # of selections with changes
         self.token_bounds, *self.inputs = (n for n in after.graph.nodes if n.op == "placeholder")
@@ -139,7 +87,7 @@ class Prefill:
 
     def __call__(self, *args: Any) -> Any:
         try:
-            token_bounds = self._token_bounds(args)
+            token_bounds = self._agreed(args)
         except RefusalError as error:
             out = self.dense(*args)
             columns, prompts = int(args[self.count_input]), self.batch(args)
@@ -152,6 +100,33 @@ class Prefill:
             self._note_length(int(args[self.count_input]))
             out = self._drop(token_bounds, args)
         return self.marks(out)
+
+    def _agreed(self, args: Sequence[Any]) -> Tensor:
+        """Where the tokens of each prompt lie, where all ranks are about to drop, and to drop alike.
+
+        Raises:
+            RefusalError: these prompts run dense, on every rank.
+        """
+        if self.agreement is None:
+            return self._token_bounds(args)
+        refused: RefusalError | None = None
+        token_bounds = torch.empty(0)
+        try:
+            token_bounds = self._token_bounds(args)
+        except RefusalError as error:
+            refused = error
+        decision = "dense" if refused is not None else "drop"
+        changed = changes(int(args[self.count_input]), self.auto_blocks)
+        agreed = self.agreement.reached(decision, token_bounds.tolist(), sorted(changed.items()))
+        if refused is not None:
+            raise refused
+        if not agreed:
+            raise refuse(
+                Category.RANKS,
+                "ranks that are about to do different things with this prompt",
+                "give every rank the same prompt, model and options, inside the same contexts",
+            )
+        return token_bounds
 
     def _token_bounds(self, args: Sequence[Any]) -> Tensor:
         """Where the tokens of each prompt lie.
@@ -263,7 +238,7 @@ class Prefill:
 
 def _selected(piece: Piece) -> tuple[fx.Node, fx.Node, fx.Node]:
     """The scores of a piece, and the rows and the token_bounds that it selects."""
-    (scores,) = (n for n in piece.outputs if is_op(n, "score"))
+    (scores,) = (n for n in piece.outputs if selects_by(n))
     parts = {n.args[1]: n for n in piece.outputs if is_selected(n)}
     return scores, parts[0], parts[1]
 

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, Refusal
-from uniprefill_fx.passes.analyze.ranks import find_ranks
 from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.passes.node_utils import decoder_layer, is_op
 from uniprefill_fx.torch_internals import frame_is_resumed, graph_break
@@ -44,7 +43,7 @@ def reason_from_outside(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Re
             "whose layers have no names",
             "which layers these are cannot be told: take the break out, or make the layers an nn.ModuleList",
         )
-    return find_ranks(gm.graph)
+    return None
 
 
 def behind_break(refusal: Refusal) -> Refusal:

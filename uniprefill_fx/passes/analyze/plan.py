@@ -21,6 +21,7 @@ from uniprefill_fx.passes.analyze.drop_layers import choose_layers, drop_spec, l
 from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, gather_rules
 from uniprefill_fx.passes.analyze.entry import behind_break, keys_of_earlier_tokens
 from uniprefill_fx.passes.analyze.outputs import Exposure, exposure_of, head_region_of, restored_outputs, rows_shown
+from uniprefill_fx.passes.analyze.ranks import Ranks, check_heads, check_same
 from uniprefill_fx.passes.analyze.residual import entering, leaving, residual_adds
 from uniprefill_fx.passes.analyze.sparse_attention import check_named_layers, sparse_attention
 from uniprefill_fx.passes.attention_node import AttentionNode
@@ -56,6 +57,7 @@ class Plan:
         sequence_ids: numbers of packed prompts, (batch, tokens): each row must hold one number for the plan to hold.
         causal_buffers: placeholders of masks: their values must stay what they were for the plan to hold.
         sparse: the attention that leaves out blocks of keys, and how each chooses them.
+        ranks: those that drop tokens together; None: this one alone.
         shown: how many of the last rows outputs show, where they show no others: so many must stay.
         shown_input: the placeholder of that number, where it is no constant.
     """
@@ -82,6 +84,7 @@ class Plan:
     shown_input: fx.Node | None = None
     past: bool = False
     sparse: tuple[tuple[AttentionNode, SparseSpec], ...] = ()
+    ranks: Ranks | None = None
 
     @property
     def rewrites(self) -> bool:
@@ -96,13 +99,18 @@ class Plan:
 
 
 def make_plan(
-    gm: fx.GraphModule, attention: Sequence[AttentionNode], config: PrefillConfig, blocked: Refusal | None = None
+    gm: fx.GraphModule,
+    attention: Sequence[AttentionNode],
+    config: PrefillConfig,
+    blocked: Refusal | None = None,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """Analyse a Dynamo graph. Never raises for a graph it does not understand: the reasons are in the plan.
 
     Args:
         attention: what `find_attention_nodes` found.
         blocked: a reason from outside the graph (gradients, a graph break) why nothing may be dropped.
+        ranks: those that run the graph together; None: this one alone.
 
     Raises:
         OptionError: an option does not fit this model (a drop layer without full attention, a list of the wrong
@@ -117,7 +125,7 @@ def make_plan(
     try:
         if blocked is not None and (attention_nodes or blocked.category is not Category.GRAPH_BREAK):
             raise RefusalError(blocked)
-        return _plan(graph, attention_nodes, num_layers, config, refusals)
+        return _plan(graph, attention_nodes, num_layers, config, refusals, ranks)
     except RefusalError as error:
         # the last one is what a call gives as its reason
         refusals = [*(refusal for refusal in refusals if refusal != error.refusal), error.refusal]
@@ -131,12 +139,13 @@ def _plan(
     num_layers: int,
     config: PrefillConfig,
     refusals: list[Refusal],
+    ranks: Ranks | None,
 ) -> Plan:
     check_named_layers(attention_nodes, config)
     tokens = token_count(list(attention_nodes))
     sparse, elsewhere = sparse_attention(attention_nodes, config)
     refusals += elsewhere
-    plan = _prompt(graph, attention_nodes, num_layers, tokens)
+    plan = replace(_prompt(graph, attention_nodes, num_layers, tokens), ranks=ranks)
     if config.drop_layers != "none":
         try:
             plan = _with_drops(graph, plan, config, refusals)
@@ -192,6 +201,9 @@ def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: li
     for i, attention in enumerate(chosen):
         try:
             residual = entering(attention, adds, ancestry)
+            if plan.ranks is not None:
+                check_heads(plan.ranks, attention)
+                check_same(plan.ranks, (residual, end), attention.layer)
         except RefusalError as error:
             refusals.append(error.refusal)
             continue

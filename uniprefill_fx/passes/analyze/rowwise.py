@@ -28,6 +28,7 @@ from uniprefill_fx.passes.analyze.rowwise_ops import FILLS, known_name
 from uniprefill_fx.passes.analyze.rowwise_regions import Regions
 from uniprefill_fx.passes.analyze.rowwise_rules import Rules
 from uniprefill_fx.passes.dataflow import aliases
+from uniprefill_fx.passes.distributed import collective_name
 from uniprefill_fx.passes.node_utils import arguments, expression, is_op, meta, name_of, token_dims
 from uniprefill_fx.passes.schemas import acts_outside_the_graph, effects
 
@@ -145,6 +146,8 @@ class _Checker:
                 return found
             if any(isinstance(k, State) for k in kinds):
                 return Mixed(f"`{name_of(node)}` reads the last rows, or a state, beside the rows of all tokens")
+        if collective_name(node):
+            return Mixed(mixed[0].what if mixed else f"the collective `{name_of(node)}` moves rows between ranks")
         return self.regions.kind(node, mixed)
 
     def kind_of(self, node: Any, reader: fx.Node | None = None) -> Kinds:

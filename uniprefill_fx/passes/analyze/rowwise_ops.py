@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from uniprefill_fx.passes.operator_internals import OpOverload, OpOverloadPacket
+from uniprefill_fx.passes.operator_internals import OpOverload, OpOverloadPacket, collective_of
 from uniprefill_fx.passes.schemas import overloads
 
 POINTWISE = frozenset(
@@ -45,6 +45,9 @@ LOOKUPS = frozenset(
     "scatter_reduce".split()
 )
 COUNTS = frozenset("histc bincount one_hot arange repeat_interleave searchsorted bucketize sum any all".split())
+# What ranks exchange, by the names of operators. A probe never runs one: it would wait for the other ranks.
+SUMS_OVER_RANKS = frozenset({"all_reduce", "wait_tensor"})
+COLLECTIVES = SUMS_OVER_RANKS | {"all_gather_into_tensor"}
 # What takes part in sending tokens to experts and back: only a chain of these may be run as a whole.
 GROUPS = frozenset(
     "sort argsort topk expand expand_as repeat cat stack chunk split linear softmax cumsum unbind".split()
@@ -63,6 +66,8 @@ def known_name(node: fx.Node) -> str:
     elif isinstance(target, OpOverload | OpOverloadPacket):
         library, name = str(target).split(".")[:2]
         if (library, name) == ("transformers", "grouped_mm_fallback"):  # torch's grouped_mm, where that has no kernel
+            return name
+        if collective_of(target) in COLLECTIVES:
             return name
         if library != "aten":
             return ""

@@ -22,6 +22,7 @@ from uniprefill_fx.passes.analyze.rowwise_ops import (
     PIECES,
     POINTWISE,
     PRODUCTS,
+    SUMS_OVER_RANKS,
     argument,
     complete,
     dimensions,
@@ -60,7 +61,7 @@ class Rules(LayoutRules):
             return self._each(value, lambda v: State()) if name and not self._has_rows(value) else None
         if any(not isinstance(k, Same | Rows) for k in kinds):
             return None
-        if name in POINTWISE or (name in ("max", "min") and len(operands) == 2) or name == "dropout":
+        if name in POINTWISE | SUMS_OVER_RANKS or (name in ("max", "min") and len(operands) == 2) or name == "dropout":
             return None if name == "dropout" and not is_inactive(node) else self._pointwise(node, operands, kind_of)
         for names, rule in self._table():
             if name in names:
@@ -86,6 +87,7 @@ class Rules(LayoutRules):
             (("embedding",), self._embedded),
             (("gather", "scatter"), self._gathered),
             (("one_hot",), self._left),
+            (("all_gather_into_tensor",), self._grown),
             (("view_as_real", "view_as_complex", "real", "imag", "conj"), self._left),
         )
 
@@ -164,6 +166,14 @@ class Rules(LayoutRules):
             return None
         over = range(meta(source).ndim - len(shape), meta(source).ndim)
         if any(self._apart(meta(source), d, kind) for d in over):
+            return None
+        return self._rows(meta(node), kind.dim, kind)
+
+    def _grown(self, node: fx.Node, name: str, kind_of: KindOf) -> Kind | None:
+        """Ranks' tensors, one behind the other along the first axis."""
+        source = argument(node, 0, "input")
+        kind = kind_of(source)
+        if not isinstance(kind, Rows) or self._apart(meta(source), 0, kind):
             return None
         return self._rows(meta(node), kind.dim, kind)
 

@@ -36,6 +36,7 @@ from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.node_utils import expression, is_op, meta, token_dims
+from uniprefill_fx.passes.operator_internals import collective
 from uniprefill_fx.passes.rewrite.alibi import alibi_bias
 from uniprefill_fx.passes.rewrite.attention_op import attention_op, attention_operands, sparse_attention_op
 from uniprefill_fx.specs import AttentionSpec, SparseSpec
@@ -219,6 +220,10 @@ class _Rewriter:
         q, k = operands[:2]
         terms = (spec.scale, spec.softcap, spec.sinks, spec.bias, how.last_n, how.block_size, how.score_dtype)
         scores = self.graph.call_function(ops.score.default, (q, k, positions, bounds, *terms))
+        if self.plan.ranks is not None:  # each has scored its own heads
+            arguments = (scores, "sum", self.plan.ranks.group)
+            scores = self.graph.call_function(collective("all_reduce"), arguments)
+            scores = self.graph.call_function(collective("wait_tensor"), (scores,))
         amounts = (how.block_size, how.last_n, how.sink_tokens, how.p, how.keep_ratio)
         chosen = self.graph.call_function(ops.select.default, (scores, bounds, self.token_bounds[0], *amounts))
         for node in (scores, chosen):

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.distributed import is_dtensor, with_local
 from uniprefill_fx.passes.node_utils import expression, is_op, meta
 from uniprefill_fx.passes.schemas import overloads
 from uniprefill_fx.torch_internals import dispatch_in_python, fake_mode, hint_of, new_size
@@ -66,6 +67,9 @@ class _Propagator(fx.Interpreter):
 
     def _input(self, node: fx.Node) -> Any:
         value = meta(node)
+        if is_dtensor(value):
+            with torch.inference_mode(False), self.mode:
+                return with_local(value, torch.empty_strided)
         if isinstance(value, torch.Tensor):
             size = [self._size(s) for s in value.shape]
             stride = [self._size(s) for s in value.stride()]
@@ -132,6 +136,8 @@ class _Propagator(fx.Interpreter):
             return tuple((name, self._key(a)) for name, a in argument.items())
         if isinstance(argument, slice):
             return (slice, self._key((argument.start, argument.stop, argument.step)))
+        if is_dtensor(argument):
+            raise _NoKeyError  # two of one size may be split differently
         if isinstance(argument, torch.Tensor):
             if id(argument) not in self.alike:
                 self.alike[id(argument)] = self._one_of_its_size(argument)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
-from uniprefill_fx.passes.node_utils import counts_blocks, is_op, is_selected, name_of
+from uniprefill_fx.passes.distributed import collective_name
+from uniprefill_fx.passes.node_utils import counts_blocks, is_op, is_selected, name_of, selects_by
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ def _balance(nodes: list[fx.Node]) -> int:
 
 
 def _selects(node: fx.Node) -> bool:
+    if collective_name(node):  # a sum of scores over ranks
+        return _selects(node.all_input_nodes[0])
     return is_op(node, "score") or is_op(node, "select") or is_selected(node)
 
 
 def _is_reported(node: fx.Node) -> bool:
     """What the record of a call is made from, whoever else reads it."""
-    return is_selected(node) or is_op(node, "score") or counts_blocks(node)
+    return is_selected(node) or selects_by(node) or counts_blocks(node)
 
 
 def _piece(gm: fx.GraphModule, nodes: list[fx.Node], selection: bool) -> Piece:
