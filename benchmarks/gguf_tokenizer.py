@@ -51,7 +51,9 @@ def sentencepiece_tokenizer(gguf: Path) -> Any:
     tokens = [t.replace(" ", "▁") if k == USER_DEFINED else t for t, k in zip(read("tokens"), types, strict=True)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     unknown = tokens[read("unknown_token_id")] if "tokenizer.ggml.unknown_token_id" in fields else "<unk>"
-    model = models.BPE(vocabulary, merges_of(tokens, scores, types), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(
+        vocabulary, merges_of(tokens, scores, types), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

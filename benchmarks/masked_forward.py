@@ -1,8 +1,9 @@
-"""Token dropping without the package, for experiments: an eager forward in which dropped rows are no longer attended to.
+"""Token dropping without the package, for experiments: an eager forward in which nobody attends to dropped rows.
 
 A kept row never reads a dropped one, so what it computes is what it would compute if the others were gone. Each
-attention therefore runs on the kept rows alone, and dropped rows go on as zeros that nobody reads. Tokens that follow the prompt
-go through the same forward: they see, in every layer, the keys that entered it, as a decode over the compact cache does.
+attention therefore runs on the kept rows alone, and dropped rows go on as zeros that nobody reads. Tokens that follow
+the prompt go through the same forward: they see, in every layer, the keys that entered it, as a decode over the compact
+cache does.
 
 Works on models of transformers whose layers hold full causal attention or a sliding window, one prompt at a time.
 """
@@ -115,9 +116,7 @@ def _attention(
     if run.select is not None and number in run.drop_layers:
         assert not sliding_window, f"layer {number} holds no full attention"
         own = int((at < run.prompt).sum())
-        layer = Layer(
-            *(x[0, :, :own] for x in (q, k, v)), scaling, module.o_proj.weight, run.drop_layers.index(number)
-        )
+        layer = Layer(*(x[0, :, :own] for x in (q, k, v)), scaling, module.o_proj.weight, run.drop_layers.index(number))
         stays = pad(run.select(layer), (0, len(at) - own), value=True)
         run.rows = at[stays]
         run.kept.append(run.rows[run.rows < run.prompt])

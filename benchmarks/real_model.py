@@ -8,7 +8,8 @@
 (With PYTHONPATH=. where the package is not installed.) Each text file is a kind; prompts are windows of it, evenly
 spaced. Parts, in this order:
 
-- time: milliseconds to the first token, medians, of dense, of torch.compile without the package ("stock"), and of the settings.
+- time: milliseconds to the first token, medians, of dense, of torch.compile without the package ("stock"), and of the
+  settings.
 - text: KL divergence from dense and top-1 agreement, of the next token and averaged over 64 positions: the next token
   and 63 that follow it, which are the dense model's own. Dense is the same compilation inside `disabled()`. "p=1" keeps
   everything: what is left is rounding. Logits are computed in float32 here.
@@ -17,8 +18,8 @@ spaced. Parts, in this order:
 - passkey, multikey: one needle, or ten of which one is asked for, at ten depths; right when each token of the answer is
   the likeliest one behind those before it.
 
-A run ends early when its seconds are spent; the file is written as it goes. Several runs side by side need files of their
-own, and no part "time" among them.
+A run ends early when its seconds are spent; the file is written as it goes. Several runs side by side need files of
+their own, and no part "time" among them.
 """
 
 from __future__ import annotations

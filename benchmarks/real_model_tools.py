@@ -22,7 +22,20 @@ from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import watched
 from uniprefill_fx.tools.isolated import isolated
 
-COLUMNS = ("part", "tokens", "kind", "prompt", "setting", "kl", "kl_all", "top1", "top1_all", "right", "compute", "kept")
+COLUMNS = (
+    "part",
+    "tokens",
+    "kind",
+    "prompt",
+    "setting",
+    "kl",
+    "kl_all",
+    "top1",
+    "top1_all",
+    "right",
+    "compute",
+    "kept",
+)
 """Of a record. part: "text", "variants" (both with KL and top-1 agreement of the next token, and of all positions), or
 the name of a needle task (prompt: its depth). kept: by drop layer, the share of the prompt."""
 

@@ -63,7 +63,7 @@ def _passages(files: Sequence[Path]) -> Iterator[str]:
 
 
 def windows(ids: Sequence[int], tokens: int, count: int, begin: Sequence[int]) -> list[Tensor]:
-    """`count` prompts (1, tokens), evenly spaced through the ids, each behind `begin`; they overlap only if they must."""
+    """`count` prompts (1, tokens), evenly spaced through the ids, each behind `begin`; they overlap if they must."""
     own = tokens - len(begin)
     room = len(ids) - own
     if room < 0:
@@ -92,10 +92,8 @@ def multi_key(depth: int, seed: int) -> tuple[list[tuple[float, str]], str, str]
     return hidden, question, f" {numbers[depth]}."
 
 
-def hide(
-    filler: Tensor, hidden: Sequence[tuple[float, Sequence[int]]], question: Sequence[int], head: int
-) -> Tensor:
-    """A prompt (1, tokens) as long as the filler: tokens of it make room. head: its first tokens, which stay in front."""
+def hide(filler: Tensor, hidden: Sequence[tuple[float, Sequence[int]]], question: Sequence[int], head: int) -> Tensor:
+    """A prompt (1, tokens) as long as the filler: tokens of it make room. head: how many of its first ones stay."""
     tokens = filler.shape[1]
     ids = filler[0].tolist()[: tokens - len(question) - sum(len(part) for _, part in hidden)]
     room = len(ids) - head

@@ -2,9 +2,9 @@
 
     python benchmarks/ruler_variants.py --out benchmarks/results/ruler_variants_cpu.json
 
-The model is `examples/ruler-gemma3`, the prompts are those of `ruler_prompts.py`, in the harness' format. Each selection
+The model is `examples/ruler-gemma3`, the prompts are those of `ruler_prompts.py`, in the harness' format. Each choice
 keeps as many rows as the published scores with p do at the same drop of the same prompt (`score_variants.py`). An
-answer is right when each of its tokens is the likeliest one behind those before it. "lost" are answers that dense had.
+answer is right when each of its tokens is the likeliest one behind those before it. "lost" are those that dense had.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from score_variants import RIVALS, VARIANTS, Variant
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from uniprefill_fx.config import auto_drop_layers
+from uniprefill_fx.passes.analyze.drop_layers import auto_drop_layers
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "ruler-gemma3"
 

@@ -1,4 +1,4 @@
-"""Ways to rank a prompt's tokens at a drop, for `masked_forward.py`: the published scores, variants of them, and rivals.
+"""Ways to rank tokens at a drop, for `masked_forward.py`: the published scores, variants of them, and rivals.
 
 A selection either takes a p, as the package does, or as many tokens as another one kept at the same drop of the same
 prompt: then all compute the same, and differ only in which tokens they keep. The first `SINK` and the last `LAST` rows
