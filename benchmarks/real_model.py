@@ -4,6 +4,7 @@
     python benchmarks/real_model.py --model FOLDER_OR_GGUF --text texts/*.txt --out real.json
     python benchmarks/real_model.py --model ... --text ... --parts time --inner-backend inductor --out time.json
     python benchmarks/real_model.py --table real.json time.json            # no run, only the tables
+    python benchmarks/real_model_plot.py real.json time.json --out curve.png
 
 (With PYTHONPATH=. where the package is not installed.) Each text file is a kind; prompts are windows of it, evenly
 spaced. Parts, in this order:
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 import transformers
 from masked_forward import MaskedForward
-from real_model_table import tables
+from real_model_table import read, tables
 from real_model_tools import COLUMNS, Subject, begin_of, compare, greedy, load, spread, times, with_float_head
 from real_texts import DEPTHS, hide, multi_key, pass_key, windows
 from score_variants import RIVALS, VARIANTS, Variant
@@ -283,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
         if set(args.parts) - {"time"}:
             study.quality()
         args.table = [args.out]
-    print(tables([json.loads(path.read_text()) for path in args.table]))
+    print(tables(read(args.table)))
 
 
 if __name__ == "__main__":

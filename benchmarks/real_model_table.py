@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from real_model_tools import bootstrap, ratio_of_means
+from real_model_tools import bootstrap, paired_ratio
 
 Records = list[dict[str, Any]]
 
@@ -17,6 +20,15 @@ class Cell:
     part: str
     tokens: int
     setting: str
+
+
+def read(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The runs that files hold, one or a list of them each."""
+    found: list[dict[str, Any]] = []
+    for file in files:
+        held = json.loads(file.read_text())
+        found += held if isinstance(held, list) else [held]
+    return found
 
 
 def records(reports: Sequence[dict[str, Any]]) -> Records:
@@ -65,9 +77,9 @@ def tables(reports: Sequence[dict[str, Any]]) -> str:
 
 def _settings(cells: dict[Cell, Records], times: dict[int, dict[str, list[float]]]) -> str:
     lines = [
-        "| tokens | setting | n | KL, next token | KL, 64 positions | top-1 | top-1, 64 | kept | compute "
-        "| first token, ms | of dense | of stock |",
-        "|---" * 12 + "|",
+        "| tokens | setting | n | KL, next token | KL, 64 positions | median | worst | top-1 | top-1, 64 | kept "
+        "| compute | first token, ms | of dense | of stock |",
+        "|---" * 14 + "|",
     ]
     for tokens in sorted({cell.tokens for cell in cells if cell.part == "text"} | set(times)):
         timed = times.get(tokens, {})
@@ -78,10 +90,12 @@ def _settings(cells: dict[Cell, Records], times: dict[int, dict[str, list[float]
             if own:
                 kept = [mean([r["kept"][i] for r in own]) for i in range(len(own[0]["kept"]))]
                 row += [str(bootstrap([r[kind] for r in own])) for kind in ("kl", "kl_all")]
+                each = [r["kl_all"] for r in own]
+                row += [f"{statistics.median(each):.2g}", f"{max(each):.2g}"]
                 row += [f"{mean([r['top1'] for r in own]):.2f}", f"{mean([r['top1_all'] for r in own]):.3f}"]
                 row += [", ".join(f"{share:.2f}" for share in kept), f"{mean([r['compute'] for r in own]):.2f}"]
             else:
-                row += [""] * 6
+                row += [""] * 8
             ms = timed.get(name)
             row += [f"{mean(ms):.1f}" if ms else ""]
             for base in ("dense", "stock"):
@@ -91,21 +105,24 @@ def _settings(cells: dict[Cell, Records], times: dict[int, dict[str, list[float]
 
 
 def _variants(cells: dict[Cell, Records]) -> str:
-    """Each way to select beside the published scores on the same prompts, with as many rows."""
+    """Each way to select beside the published scores on the same prompts of all lengths, with as many rows."""
     lines = [
-        "| tokens | like | compute | scores | n | KL, next token | KL, 64 positions | of the sum's | top-1, 64 |",
+        "| like | compute | scores | n | KL, next token | KL, 64 positions | next, of the sum's | 64, of the sum's "
+        "| top-1, 64 |",
         "|---" * 9 + "|",
     ]
-    for cell, own in sorted(cells.items(), key=lambda item: (item[0].tokens, item[0].setting.partition(" like ")[2])):
-        if cell.part != "variants":
-            continue
-        name, _, like = cell.setting.partition(" like ")
-        base = {(r["kind"], r["prompt"]): r for r in cells[Cell("variants", cell.tokens, f"sum like {like}")]}
-        same = [base[r["kind"], r["prompt"]] for r in own]
-        ratio = ratio_of_means([r["kl_all"] for r in own], [r["kl_all"] for r in same])
+    found: dict[tuple[str, str], Records] = defaultdict(list)
+    for cell, own in cells.items():
+        if cell.part == "variants":
+            name, _, like = cell.setting.partition(" like ")
+            found[like, name] += own
+    for (like, name), own in sorted(found.items(), key=lambda item: item[0][0]):
+        base = {(r["tokens"], r["kind"], r["prompt"]): r for r in found[like, "sum"]}
+        same = [base[r["tokens"], r["kind"], r["prompt"]] for r in own]
+        ratios = [str(paired_ratio([r[kl] for r in own], [r[kl] for r in same])) for kl in ("kl", "kl_all")]
         lines.append(
-            f"| {cell.tokens:,} | {like} | {mean([r['compute'] for r in own]):.2f} | {name} | {len(own)} "
-            f"| {mean([r['kl'] for r in own]):.2g} | {mean([r['kl_all'] for r in own]):.2g} | {ratio} "
+            f"| {like} | {mean([r['compute'] for r in own]):.2f} | {name} | {len(own)} "
+            f"| {mean([r['kl'] for r in own]):.2g} | {mean([r['kl_all'] for r in own]):.2g} | {' | '.join(ratios)} "
             f"| {mean([r['top1_all'] for r in own]):.3f} |"
         )
     return "\n".join(lines) if len(lines) > 2 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,24 +145,20 @@ class Interval:
         return f"{self.mean:.2g} [{self.low:.2g}, {self.high:.2g}]"
 
 
-def bootstrap(
-    values: Sequence[float], of: Callable[[Tensor], Tensor] = lambda x: x.mean(-1), rounds: int = 2000
-) -> Interval:
-    """A statistic of (..., prompts) and its 95% interval over resampled prompts."""
+def bootstrap(values: Sequence[float], rounds: int = 2000) -> Interval:
+    """The mean over prompts, and its 95% interval over resampled prompts."""
     x = torch.tensor(values, dtype=torch.float64)
     drawn = torch.randint(len(x), (rounds, len(x)), generator=torch.Generator().manual_seed(0))
-    found = of(x[drawn])
-    low, high = torch.quantile(found, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(of(x)), low, high)
+    low, high = torch.quantile(x[drawn].mean(-1), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(float(x.mean()), low, high)
 
 
-def ratio_of_means(values: Sequence[float], base: Sequence[float], rounds: int = 2000) -> Interval:
-    """mean(values) / mean(base) over the same prompts, and its 95% interval."""
-    x, y = torch.tensor(values, dtype=torch.float64), torch.tensor(base, dtype=torch.float64)
-    drawn = torch.randint(len(x), (rounds, len(x)), generator=torch.Generator().manual_seed(0))
-    found = x[drawn].mean(-1) / y[drawn].mean(-1).clamp_min(1e-30)
-    low, high = torch.quantile(found, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(x.mean() / y.mean().clamp_min(1e-30)), low, high)
+def paired_ratio(values: Sequence[float], base: Sequence[float]) -> Interval:
+    """The geometric mean of values over base, prompt by prompt, and its 95% interval: no prompt outweighs the others.
+    Below 1e-6 all values count as that: they are rounding."""
+    x, y = (torch.tensor(v, dtype=torch.float64).clamp_min(1e-6).log() for v in (values, base))
+    found = bootstrap((x - y).tolist())
+    return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
 
 
 def times(
@@ -183,7 +179,7 @@ def times(
         own: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 2):
             for name, way in ways.items():
-                with torch.inference_mode(), contextlib.nullcontext():
+                with torch.inference_mode():
                     ms = clock.time(lambda: way(ids)).ms  # noqa: B023 (called at once)
                 if turn >= 2:
                     own[name].append(ms)

@@ -34,7 +34,7 @@ CHECKPOINT = os.path.relpath(Path(__file__).resolve().parent / "needle-gemma3")
 # so its pieces run as plain PyTorch ops, dense and dropped ones alike, unless --inner-backend says otherwise.
 INNER_BACKEND = "eager"
 
-# The checkpoint's prompts are noise, over which attention spreads widely: the package's 0.99 keeps nearly all of it.
+# The checkpoint's prompts are noise, over which attention spreads widely: the default preset keeps nearly all of it.
 CHECKPOINT_P = 0.9
 
 SENTENCES = (

@@ -18,6 +18,8 @@ from exactness import assert_near
 from tiny import tiny_gemma3, tiny_llama, token_ids
 from torch import Tensor
 
+from uniprefill_fx.config import PRESETS
+
 sys.path.insert(0, str(ROOT / "benchmarks"))
 masked: Any = importlib.import_module("masked_forward")
 variants: Any = importlib.import_module("score_variants")
@@ -167,8 +169,10 @@ def test_intervals() -> None:
     error = float(torch.tensor(values).std()) / 200**0.5
     assert found.mean == pytest.approx(mean)
     assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.15)
-    ratio = tools.ratio_of_means([2 * v for v in values], values)
+    ratio = tools.paired_ratio([2 * v for v in values], values)
     assert (ratio.mean, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
+    ratio = tools.paired_ratio([1.0, 4.0, 1e-9], [1.0, 1.0, 1e-7])  # what is below rounding is equal
+    assert ratio.mean == pytest.approx(4 ** (1 / 3)) and ratio.low >= 1.0
 
 
 def test_comparison_is_the_divergence() -> None:
@@ -186,9 +190,13 @@ def test_comparison_is_the_divergence() -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, _small: None
+) -> None:
     """Package and forward agree on what the published scores keep and cost; p = 1 costs nothing."""
+    monkeypatch.undo()
     study: Any = importlib.import_module("real_model")
+    monkeypatch.setattr(study, "VARIANTS", study.VARIANTS[:2])
     (tmp_path / "a.txt").write_text("".join(chr(32 + i * i * 7 % 90) for i in range(5000)))
     model = str(ROOT / "examples" / "ruler-gemma3")
     command = f"--model {model} --text {tmp_path / 'a.txt'} --out {tmp_path / 'out.json'} --lengths 700 --prompts 1 "
@@ -204,3 +212,38 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {row["part"] for row in rows} == {"text", "variants", "passkey", "multikey"}
     assert set(report["times"]["700"]) == {"dense", "p=0.9..0.6"}
     assert "| 700 | p=0.9..0.6 | 1 |" in capsys.readouterr().out
+
+
+def test_the_page_says_what_was_measured() -> None:
+    """Each row of the table of presets is that of the records, and each preset's p is the package's."""
+    records = []
+    for run in json.loads((ROOT / "benchmarks" / "results" / "real_model_gemma270m.json").read_text()):
+        records += [dict(zip(run["columns"], row, strict=True)) for row in run["records"] if row[0] == "text"]
+    page = (ROOT / "docs" / "choosing-p.md").read_text()
+    table = page[page.index("| preset | p |") : page.index("![KL from dense")]
+    named, setting, found = {}, "", 0
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) < 9:
+            continue
+        if cells[0]:
+            first, _, last = cells[1].partition(" to ")
+            setting = f"p=0{first}" + (f"..0{last}" if last else "")
+            named[cells[0].split('"')[1] if '"' in cells[0] else cells[0]] = (float(first), float(last or first))
+        tokens = int(cells[2].replace(",", ""))
+        own = [record for record in records if record["setting"] == setting and record["tokens"] == tokens]
+        kls = sorted(record["kl_all"] for record in own)
+        assert [float(cell.strip("%")) for cell in cells[3:]] == pytest.approx(
+            [
+                len(own),
+                round(sum(record["compute"] for record in own) / len(own), 2),
+                sum(record["kl"] for record in own) / len(own),
+                (kls[(len(kls) - 1) // 2] + kls[len(kls) // 2]) / 2,
+                kls[-1],
+                100 * sum(record["top1_all"] for record in own) / len(own),
+            ],
+            rel=0.06,
+        )
+        found += 1
+    assert found == 20
+    assert {name: named[name] for name in PRESETS} == {n: (preset.early, preset.late) for n, preset in PRESETS.items()}

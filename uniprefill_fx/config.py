@@ -49,7 +49,7 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "quality": Preset(0.999, 0.9),
+    "quality": Preset(0.999, 0.95),
     "balanced": Preset(0.975, 0.8),
     "fast": Preset(0.9, 0.7),
 }
