@@ -25,7 +25,7 @@ CHECKPOINT = os.path.relpath(Path(__file__).resolve().parent / "needle-gemma3")
 
 # Inductor needs about three minutes to compile the five graphs of this run on two busy cores. The demo should take one,
 # so its pieces run as plain PyTorch ops, dense and dropped ones alike, unless --inner-backend says otherwise.
-# The prompts are noise, over which attention spreads widely: the package's p = 0.99 keeps nearly all of it.
+# The prompts are noise, over which attention spreads widely: the default preset keeps nearly all of it.
 DEFAULTS = ["--inner-backend", "eager", "--p", "0.9", "--new-tokens", str(ANSWER_TOKENS)]
 
 

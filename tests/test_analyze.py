@@ -145,7 +145,7 @@ def test_drop_layers_are_those_that_were_asked_for() -> None:
     found = find_attention_nodes(traced(Decoder()).graph)
     every = PrefillConfig(drop_layers="all", p=(0.9, 0.8), block_size="auto")
     assert [a.layer for a in choose_layers(found, 2, every)] == [0, 1]
-    assert [(s.p, s.block_size) for s in (drop_spec(every, i, 2) for i in range(2))] == [(0.9, 64), (0.8, 64)]
+    assert [(s.p, s.block_size) for s in (drop_spec(every, i, 2, 0.5) for i in range(2))] == [(0.9, 64), (0.8, 64)]
     with pytest.raises(OptionError, match="Layer 5"):
         choose_layers(found, 6, PrefillConfig(drop_layers=(5,)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,42 @@ def test_budget_holds_by_the_reference(tmp_path: Path) -> None:
     assert f"budget {0.2:g}" in str(found[0.2])
 
 
+def test_held_out_prompts_have_no_part_in_the_search() -> None:
+    """Every third: their KL is the reference's, and another one in its place changes nothing but these figures."""
+    prompts = [token_ids(250, seed=seed) for seed in range(4)]
+    options: dict[str, Any] = {"max_kl": 5.0, "grid": (0.5,), **SHARP}
+    found = calibrate(tiny_llama(2), prompts, **options)
+    by_hand = [kl_by_hand(tiny_llama(2), found.options, ids, 16)[0] for ids in prompts]
+    assert found.held_out_kl == pytest.approx(by_hand[2], rel=1e-3, abs=1e-6)
+    searched = [by_hand[i] for i in (0, 1, 3)]
+    assert found.kl == pytest.approx(sum(searched) / 3, rel=1e-3, abs=1e-6)
+    error = statistics.stdev(searched) / 3**0.5
+    assert found.kl + 1.88 * error < found.bound < found.kl + 1.89 * error  # Student's t, 2 degrees of freedom
+    again = calibrate(tiny_llama(2), [*prompts[:2], token_ids(260, seed=9), prompts[3]], **options)
+    assert (again.options, again.kl, again.bound) == (found.options, found.kl, found.bound)
+    assert again.held_out_kl != found.held_out_kl and again.held_out_kl is not None
+    assert f"held-out prompts: KL {again.held_out_kl:.2g}" in str(again)
+
+
+@pytest.mark.slow
+def test_steps_are_taken_back_for_held_out_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the mean over them is above the budget, which that of the search was not."""
+    prompts = [token_ids(300, seed=seed) for seed in range(3)]
+    options: dict[str, Any] = {"max_kl": 0.1, "grid": (0.95, 0.9, 0.8, 0.6), **SHARP}
+    loose = calibrate(tiny_llama(4), prompts, **options)
+    measure, seen = calibration._Trial.measure, loose.held_out_kl
+    assert seen is not None
+
+    def harder(trial: Any, ps: Any, held_out: bool = False) -> Any:
+        found = measure(trial, ps, held_out)
+        return replace(found, kls=tuple(kl * 0.11 / seen for kl in found.kls)) if held_out else found
+
+    monkeypatch.setattr(calibration._Trial, "measure", harder)
+    found = calibrate(tiny_llama(4), prompts, **options)
+    assert found.held_out_kl is not None and found.held_out_kl <= 0.1
+    assert loose.compute_fraction < found.compute_fraction < 1
+
+
 def test_candidates_are_the_given_layers() -> None:
     found = calibrate(tiny_llama(4), [token_ids(300)], max_kl=0.5, drop_layers=[1], grid=(0.9, 0.5), **SHARP)
     assert found.options["drop_layers"] == [1] and found.options["p"] == [0.5]
@@ -77,7 +114,7 @@ def test_no_drop_fits() -> None:
 def test_rounding_above_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends where even the choice without drops differs from dense by more than the budget."""
     measure = calibration._Trial.measure
-    monkeypatch.setattr(calibration._Trial, "measure", lambda trial, ps: replace(measure(trial, ps), kl=1e-3))
+    monkeypatch.setattr(calibration._Trial, "measure", lambda trial, ps: replace(measure(trial, ps), kls=(1e-3,)))
     found = calibrate(tiny_llama(2), [token_ids(100)], max_kl=1e-4, drop_layers=[0], grid=(0.5,), **SHARP)
     assert found.options["p"] == [1.0] and found.kl > found.max_kl
 

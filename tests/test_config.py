@@ -1,4 +1,4 @@
-"""`PrefillConfig` as a whole, the automatic drop layers, and the presets."""
+"""`PrefillConfig` as a whole, the automatic drop layers, and the published options."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import uniprefill_fx.config as config_module
 from uniprefill_fx.config import (
     DEFAULT_MIN_TOKENS,
     DEFAULT_SPARSE_MIN_TOKENS,
-    PRESETS,
+    PUBLISHED,
     OptionError,
     PrefillConfig,
-    auto_drop_layers,
-    preset_for,
+    published_for,
 )
+from uniprefill_fx.passes.analyze.drop_layers import auto_drop_layers
 
 # A value unlike the default for each option, with whatever it needs beside it.
 OTHER_VALUES: dict[str, dict[str, Any]] = {
+    "preset": {"preset": "fast"},
     "p": {"p": 0.9},
     "block_size": {"block_size": 32},
     "last_n": {"last_n": 64},
@@ -56,7 +57,8 @@ TOP_K = {"selection": "top_k"}
 
 def test_defaults() -> None:
     assert dataclasses.asdict(PrefillConfig()) == {
-        "p": 0.99,
+        "preset": "quality",
+        "p": "auto",
         "block_size": 64,
         "last_n": 128,
         "sink_tokens": 128,
@@ -136,7 +138,7 @@ def test_unknown_option(name: str, hint: str) -> None:
 
 
 def test_option_name_that_is_no_string() -> None:
-    refuse({7: 64}, "7", 64, "the names p, block_size, ", "There is no such option. Remove it.")
+    refuse({7: 64}, "7", 64, "the names preset, p, block_size, ", "There is no such option. Remove it.")
 
 
 @pytest.mark.parametrize("options", [[("p", 0.9)], "p=0.9", 0.9, True, PrefillConfig()], ids=repr)
@@ -166,7 +168,7 @@ def test_drop_layers_are_sorted_with_their_values() -> None:
     assert (config.drop_layers, config.p) == ((5, 11), (0.99, 0.9))
     assert dataclasses.replace(config) == config
     config = PrefillConfig.from_options({**TOP_K, "drop_layers": [17, 5, 11], "keep_ratio": [0.3, 0.1, 0.2]})
-    assert (config.drop_layers, config.keep_ratio, config.p) == ((5, 11, 17), (0.1, 0.2, 0.3), 0.99)
+    assert (config.drop_layers, config.keep_ratio, config.p) == ((5, 11, 17), (0.1, 0.2, 0.3), "auto")
 
 
 def test_list_must_match_given_drop_layers() -> None:
@@ -181,12 +183,12 @@ def test_list_must_match_given_drop_layers() -> None:
 
 
 def test_value_for_each_drop_layer() -> None:
-    assert [PrefillConfig(p=0.9).kept_for(i, 3) for i in range(3)] == [(0.9, None)] * 3
-    assert [PrefillConfig(p=(0.99, 0.9)).kept_for(i, 2) for i in range(2)] == [(0.99, None), (0.9, None)]
+    assert [PrefillConfig(p=0.9).kept_for(i, 3, 0.5) for i in range(3)] == [(0.9, None)] * 3
+    assert [PrefillConfig(p=(0.99, 0.9)).kept_for(i, 2, 0.5) for i in range(2)] == [(0.99, None), (0.9, None)]
     top_k = PrefillConfig(selection="top_k", keep_ratio=0.5)
-    assert [top_k.kept_for(i, 2) for i in range(2)] == [(None, 0.5)] * 2
+    assert [top_k.kept_for(i, 2, 0.5) for i in range(2)] == [(None, 0.5)] * 2
     top_k = PrefillConfig(selection="top_k", keep_ratio=(0.5, 0.25))
-    assert [top_k.kept_for(i, 2) for i in range(2)] == [(None, 0.5), (None, 0.25)]
+    assert [top_k.kept_for(i, 2, 0.5) for i in range(2)] == [(None, 0.5), (None, 0.25)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -194,7 +196,7 @@ def test_value_for_each_drop_layer() -> None:
 def test_list_of_wrong_length_for_the_drop_layers(name: str, count: int) -> None:
     config = PrefillConfig.from_options({name: (0.99, 0.9), **(TOP_K if name == "keep_ratio" else {})})
     with pytest.raises(OptionError) as raised:
-        config.kept_for(0, count)
+        config.kept_for(0, count, 0.5)
     assert str(raised.value) == (
         f"option '{name}': got (0.99, 0.9); allowed: a number, or a list of {count}, one for each drop layer. "
         f"The list has 2 values, and there are {count} drop layers."
@@ -204,10 +206,10 @@ def test_list_of_wrong_length_for_the_drop_layers(name: str, count: int) -> None
 @pytest.mark.parametrize("index", [-1, 2])
 def test_index_outside_the_drop_layers(index: int) -> None:
     with pytest.raises(IndexError, match=rf"drop layer {index} of 2: wanted an index in \[0, 2\)"):
-        PrefillConfig().kept_for(index, 2)
+        PrefillConfig().kept_for(index, 2, 0.5)
 
 
-# Automatic drop layers and presets
+# Automatic drop layers, and published options
 
 
 @pytest.mark.parametrize(
@@ -261,28 +263,28 @@ def test_auto_drop_layers_outside_the_model(full: tuple[int, ...]) -> None:
         auto_drop_layers(full, 8)
 
 
-@pytest.mark.parametrize("key", PRESETS, ids=str)
-def test_presets_are_valid_options(key: tuple[str, int]) -> None:
-    config = PrefillConfig.from_options(preset_for(*key))
+@pytest.mark.parametrize("key", PUBLISHED, ids=str)
+def test_published_options_are_valid(key: tuple[str, int]) -> None:
+    config = PrefillConfig.from_options(published_for(*key))
     assert not isinstance(config.drop_layers, str)
     assert max(config.drop_layers) < key[1] - 1
 
 
-def test_presets() -> None:
-    assert preset_for("llama", 32) == {"drop_layers": auto_drop_layers(range(32), 32)}
-    assert preset_for("qwen3_next", 48) == {"drop_layers": auto_drop_layers(range(3, 48, 4), 48)}
+def test_published() -> None:
+    assert published_for("llama", 32) == {"drop_layers": auto_drop_layers(range(32), 32)}
+    assert published_for("qwen3_next", 48) == {"drop_layers": auto_drop_layers(range(3, 48, 4), 48)}
     for model_type in ("gemma3", "gemma3_text"):
-        assert preset_for(model_type, 48) == {"drop_layers": (29, 35, 41), "p": 0.975}
+        assert published_for(model_type, 48) == {"drop_layers": (29, 35, 41), "p": 0.975}
 
 
 @pytest.mark.parametrize("key", [("llama", 16), ("gemma3_text", 18), ("gpt_neox", 32)])
-def test_no_preset(key: tuple[str, int]) -> None:
-    assert preset_for(*key) == {}
+def test_nothing_published(key: tuple[str, int]) -> None:
+    assert published_for(*key) == {}
 
 
-def test_preset_is_a_copy() -> None:
-    preset_for("gemma3", 48)["p"] = 0.5
-    assert preset_for("gemma3", 48)["p"] == 0.975
+def test_published_options_are_a_copy() -> None:
+    published_for("gemma3", 48)["p"] = 0.5
+    assert published_for("gemma3", 48)["p"] == 0.975
 
 
 def test_config_needs_only_the_standard_library() -> None:

@@ -129,6 +129,7 @@ def test_disabled_on_the_first_call() -> None:
 # Options
 
 CHANGED: dict[str, Any] = {
+    "preset": "fast",
     "p": 0.9,
     "block_size": 8,
     "last_n": 24,

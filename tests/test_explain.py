@@ -59,7 +59,7 @@ class TestText(TestCase):
             explained(tiny_llama()),
             """\
 this prompt: 300 tokens, 208 of them left after the last drop; 10% of the tokens saved, averaged over layers
-drops after layers [1] (as given, or by a preset)
+drops after layers [1] (as given, or as published)
 layer  attention                      rows in  drop after it
     0  full                               300
     1  full                               300  p=0.7, kept 208

@@ -206,7 +206,7 @@ def test_a_padded_prompt_by_keyword() -> None:
 
 def test_a_dense_batch_has_a_map_each() -> None:
     ids = token_ids(2 * 64).reshape(2, 64)
-    found = uniprefill_fx.explain(tiny_llama(2), ids, drop_layers=[0], min_tokens=100)
+    found = uniprefill_fx.explain(tiny_llama(2), ids, drop_layers=[0], min_tokens=100, p=0.99)
     assert found.call is not None and not found.call.dropped and found.call.tokens == 128
     assert [(shown["tokens"], shown["rows"]) for shown in contents(found)["maps"]] == [(64, [[1.0], [1.0]])] * 2
     assert not contents(found)["dropped"] and contents(found)["headline"] == (

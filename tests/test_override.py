@@ -130,7 +130,7 @@ def test_as_compiled(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"drop_layers": [1]}, "option 'drop_layers': got [1]; allowed: with override(), p, keep_ratio"),
+        ({"drop_layers": [1]}, "option 'drop_layers': got [1]; allowed: with override(), preset, p, keep_ratio"),
         ({"p": 2}, "option 'p': got 2; allowed: a number in (0, 1]"),
         ({"p": 0.9, "keep_ratio": 0.5}, "option 'keep_ratio': got 0.5; allowed: p or keep_ratio"),
     ],

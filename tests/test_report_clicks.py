@@ -150,9 +150,9 @@ def test_keeping_everything_saves_nothing(page: Any) -> None:
 
 @needs_chromium
 def test_presets(page: Any, report: Explanation) -> None:
-    page.get_by_role("button", name="auto").click()
-    assert page.inner_text("#chosen") == "0.99, 0.9"
-    kept = reference(0.99, 0.9).prefill(token_ids(TOKENS)).kept[LAYERS[0]]
+    page.get_by_role("button", name="fast").click()
+    assert page.inner_text("#chosen") == "0.8, 0.7"  # layers 1 and 2 of 4 end half and three quarters of the depth
+    kept = reference(0.8, 0.7).prefill(token_ids(TOKENS)).kept[LAYERS[0]]
     assert shown_map(page)[2] == shares(kept)
     page.get_by_role("button", name="as it was").click()
     assert shown_map(page) == expected_map(report)

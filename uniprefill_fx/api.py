@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from uniprefill_fx import frontends
-from uniprefill_fx.config import PrefillConfig, preset_for
+from uniprefill_fx.config import PrefillConfig, published_for
 from uniprefill_fx.frontends.uniform_calls import compile_uniformly
 from uniprefill_fx.lowering.inner import checked_inner_backend
 from uniprefill_fx.runtime.copies import note_compiled
@@ -31,10 +31,12 @@ def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"got {type(model).__name__}: wanted a model (torch.nn.Module) or a function")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    preset = preset_for(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1))
-    if "drop_layers" in options:  # a preset's p belongs to its layers
-        preset = {}
-    merged = {**preset, **options}
+    published = published_for(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1))
+    if "drop_layers" in options:  # what was published belongs to its layers
+        published = {}
+    if "preset" in options:
+        published.pop("p", None)
+    merged = {**published, **options}
     checked_inner_backend(PrefillConfig.from_options(merged).inner_backend)
     return merged
 
@@ -48,7 +50,7 @@ def compile(model: Any, *, fullgraph: bool = False, dynamic: bool | None = None,
             inside) or a function (a compiled one is returned).
         fullgraph: as for `torch.compile`.
         dynamic: as for `torch.compile`.
-        options: listed below; they override the preset of the model's type and depth.
+        options: listed below; they override what was published for the model's type and depth.
 
     Raises:
         OptionError: an unknown option or a bad value. TypeError: no model, but its name, say.

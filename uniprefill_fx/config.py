@@ -1,11 +1,11 @@
-"""What a user may choose, checked once: `PrefillConfig`, the default drop layers, and published presets as data.
+"""What a user may choose, checked once: `PrefillConfig`; presets, and what UniPrefill was published with, as data.
 
 Nothing here imports torch. The module is loaded with torch's backend registry, long before anyone compiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -15,12 +15,12 @@ from uniprefill_fx.option_checks import Check, InnerOptions, OptionError
 __all__ = [
     "DEFAULT_MIN_TOKENS",
     "PRESETS",
+    "PUBLISHED",
     "OptionError",
     "PrefillConfig",
+    "Preset",
     "auto_block_size",
-    "auto_drop_layers",
-    "auto_p",
-    "preset_for",
+    "published_for",
 ]
 
 DEFAULT_MIN_TOKENS = 2048
@@ -33,10 +33,29 @@ DEFAULT_SPARSE_MIN_TOKENS = 8192
 attention over 4,096 rows takes as long as this one at a density of 0.40, and the blocks that are always computed are
 0.43 of them; over 8,192 rows it is 0.67 against 0.23 (`benchmarks/block_sparse_notes.md`)."""
 
-LAYERS_PER_DROP = 4
-"""Distance in decoder layers between the published drop layers of Llama-3.1-8B and Qwen3-Next (`auto_drop_layers`)."""
 
-PRESETS: Mapping[tuple[str, int], Mapping[str, Any]] = {
+@dataclass(frozen=True)
+class Preset:
+    """How much each drop keeps, by where it lies: `early` is the p of the first third of a model's depth, `late` that
+    of the last third, and between them it falls evenly. What early drops lose is missing for longest."""
+
+    early: float
+    late: float
+
+    def p(self, depth: float) -> float:
+        """The p of a drop after a layer that ends this share of the decoder, in (0, 1]."""
+        late = min(max(3 * depth - 1, 0.0), 1.0)
+        return round(self.early + (self.late - self.early) * late, 6)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "quality": Preset(0.999, 0.95),
+    "balanced": Preset(0.975, 0.8),
+    "fast": Preset(0.9, 0.7),
+}
+"""What each costs on real weights is in `docs/choosing-p.md`."""
+
+PUBLISHED: Mapping[tuple[str, int], Mapping[str, Any]] = {
     ("llama", 32): {"drop_layers": (7, 11, 15, 19, 23, 27)},  # Llama-3.1-8B
     ("qwen3_next", 48): {"drop_layers": (7, 11, 15, 19, 23, 27, 31, 35, 39, 43)},
     ("gemma3", 48): {"drop_layers": (29, 35, 41), "p": 0.975},  # Gemma-3-12B; its text model has a type of its own
@@ -46,57 +65,14 @@ PRESETS: Mapping[tuple[str, int], Mapping[str, Any]] = {
 `num_hidden_layers`: a set of layers holds for one depth only."""
 
 
-def preset_for(model_type: str, num_hidden_layers: int) -> dict[str, Any]:
-    """The published options of a model, which the user's own options override; empty when there are none."""
-    return dict(PRESETS.get((model_type, num_hidden_layers), {}))
+def published_for(model_type: str, num_hidden_layers: int) -> dict[str, Any]:
+    """The published options of a model; empty when there are none."""
+    return dict(PUBLISHED.get((model_type, num_hidden_layers), {}))
 
-
-def auto_drop_layers(full_attention_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The drop layers that `drop_layers="auto"` stands for, in increasing order.
-
-    Early layers attend diffusely, so a drop there costs accuracy; a drop at the very end saves nothing. Between them
-    the published sets drop at about every fourth layer. Hence, with layers counted from 0:
-
-    1. Split the depth into groups of four layers. In each, the last layer with full attention is a candidate.
-    2. Keep the candidates that end at least the first sixth of the depth (layers 0 to i are a sixth or more of all)
-       and leave at least a twelfth of the depth after them.
-    3. When none is left, as in models of a few layers, take the full-attention layer nearest to half the depth
-       (the lower one of two), except the last decoder layer.
-
-    This gives the published sets of Llama-3.1-8B, 32 layers all full (7, 11, …, 27), and of Qwen3-Next, 48 layers
-    with full attention in every fourth (7, 11, …, 43). Layers outside [0, num_layers) raise ValueError. The result
-    is empty only when no layer but the last one holds full attention.
-    """
-    layers = sorted(set(full_attention_layers))
-    if layers and (layers[0] < 0 or layers[-1] >= num_layers):
-        raise ValueError(f"full-attention layers {layers}: wanted indices in [0, {num_layers})")
-    last_of_group = {layer // LAYERS_PER_DROP: layer for layer in layers}  # a later one of a group replaces an earlier
-    chosen = tuple(
-        layer
-        for layer in last_of_group.values()
-        if 6 * (layer + 1) >= num_layers and 12 * (num_layers - 1 - layer) >= num_layers
-    )
-    worthwhile = [layer for layer in layers if layer < num_layers - 1]
-    if chosen or not worthwhile:
-        return chosen
-    return (min(worthwhile, key=lambda layer: abs(2 * (layer + 1) - num_layers)),)
-
-
-AUTO_P = (0.99, 0.9)
-"""`p="auto"` at the first and at the last drop layer. Dropping hard late costs far less accuracy than dropping a little
-early: on an 18-layer Gemma-3 p = 0.9 at the later of two drop layers alone moved the output less than 0.95 at both."""
 
 AUTO_BLOCKS = ((8192, 128), (65_536, 64))
 """(prompts of fewer tokens than this, tokens a block) of `block_size="auto"`; longer prompts have blocks of 32. In the
 paper's ablation (arXiv 2605.06221) 128 did best at 4K tokens and 32 at 128K."""
-
-
-def auto_p(index: int, count: int) -> float:
-    """The p that `p="auto"` stands for at the index-th of `count` drop layers: evenly from mild to hard."""
-    if not 0 <= index < count:
-        raise IndexError(f"drop layer {index} of {count}: wanted an index in [0, {count})")
-    first, last = AUTO_P
-    return first if count == 1 else round(first + (last - first) * index / (count - 1), 6)
 
 
 def auto_block_size(tokens: int) -> int:
@@ -105,6 +81,7 @@ def auto_block_size(tokens: int) -> int:
 
 
 _CHECKS: Mapping[str, Check] = {
+    "preset": checks.choice(*PRESETS),
     "p": checks.or_auto(checks.fractions("p=1.0 keeps every token.")),
     "block_size": checks.or_auto(checks.integer(1, "The default is 64 tokens.")),
     "last_n": checks.integer(1, "The last queries score the blocks, so there must be at least one."),
@@ -141,9 +118,12 @@ class PrefillConfig:
     `OptionError`. Whether a layer exists and holds full attention is checked where the model is known.
     """
 
-    p: float | tuple[float, ...] | Literal["auto"] = 0.99
-    """Share of the attention mass that the kept blocks hold at least, in (0, 1], or "auto" (`auto_p`). Not read with
-    `top_k`."""
+    preset: Literal["quality", "balanced", "fast"] = "quality"
+    """How much is kept where `p` does not say it."""
+
+    p: float | tuple[float, ...] | Literal["auto"] = "auto"
+    """Share of the attention mass that the kept blocks hold at least, in (0, 1], or "auto", as the preset has it. Not
+    read with `top_k`."""
 
     block_size: int | Literal["auto"] = 64
     """Tokens a block; a block is kept or dropped as a whole. "auto": by the prompt's length (`auto_block_size`)."""
@@ -271,16 +251,16 @@ class PrefillConfig:
                 raise OptionError(str(name), value, "the names " + ", ".join(known), f"There is no such option. {hint}")
         return cls(**options)
 
-    def kept_for(self, index: int, count: int) -> tuple[float, None] | tuple[None, float]:
+    def kept_for(self, index: int, count: int, depth: float) -> tuple[float, None] | tuple[None, float]:
         """How much the index-th of `count` drop layers keeps: (p, None) with `top_p`, (None, keep_ratio) with `top_k`.
 
+        depth: the share of the decoder's layers that the drop layer ends, itself among them.
         A list of another length than `count` raises `OptionError`; an index outside [0, count), IndexError.
         """
         if self.keep_ratio is not None:
             return None, _value_for("keep_ratio", self.keep_ratio, index, count)
-        if self.p == "auto":
-            return auto_p(index, count), None
-        return _value_for("p", self.p, index, count), None
+        p = PRESETS[self.preset].p(depth) if self.p == "auto" else self.p
+        return _value_for("p", p, index, count), None
 
 
 def _value_for(option: str, values: float | tuple[float, ...], index: int, count: int) -> float:

@@ -20,8 +20,8 @@ from uniprefill_fx.passes.operator_internals import schema_of
 from uniprefill_fx.runtime.shown_options import AS_COMPILED, shows_options
 from uniprefill_fx.runtime.sparse_options import NAMES
 
-CHANGEABLE = ("p", "keep_ratio", "block_size", "last_n", "sink_tokens", *NAMES)
-_AMOUNTS = ("p", "keep_ratio")  # one excludes the other
+CHANGEABLE = ("preset", "p", "keep_ratio", "block_size", "last_n", "sink_tokens", *NAMES)
+_AMOUNTS = ("preset", "p", "keep_ratio")  # how much is kept: the last of these that is given says it
 
 _changes: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("uniprefill_changes", default=None)
 
@@ -32,10 +32,11 @@ def override(**options: Any) -> Iterator[None]:
     """Prompts inside this context select with other options, by the compilations that exist.
 
     Args:
-        options: of `p`, `keep_ratio`, `block_size`, `last_n` and `sink_tokens`, as for `uniprefill_fx.compile`; and, of
-            a model that was compiled with `attention="block_sparse"`, those that begin with `sparse_`, `sparse_layers`
-            apart.
-            `p` means `selection="top_p"`, `keep_ratio` means `"top_k"`, whatever the model was compiled with.
+        options: of `preset`, `p`, `keep_ratio`, `block_size`, `last_n` and `sink_tokens`, as for
+            `uniprefill_fx.compile`; and, of a model that was compiled with `attention="block_sparse"`, those that begin
+            with `sparse_`, `sparse_layers` apart.
+            `p` and `preset` mean `selection="top_p"`, `keep_ratio` means `"top_k"`, whatever the model was compiled
+            with. `p="auto"` is that of the preset given beside it, or of the default one.
             Inside another `override` the inner values win, and outer ones that are not given again stay.
 
     Raises:
@@ -46,7 +47,7 @@ def override(**options: Any) -> Iterator[None]:
         if name not in CHANGEABLE:
             hint = "Other options are fixed when the model is compiled."
             raise OptionError(name, value, "with override(), " + ", ".join(CHANGEABLE), hint)
-    if all(name in options for name in _AMOUNTS):
+    if "keep_ratio" in options and "p" in options:
         raise OptionError("keep_ratio", options["keep_ratio"], "p or keep_ratio", "Give one of the two.")
     checked = PrefillConfig.from_options(options | ({"selection": "top_k"} if "keep_ratio" in options else {}))
     given = {name: getattr(checked, name) for name in options}
@@ -80,8 +81,10 @@ def changes(tokens: int, auto_blocks: bool) -> dict[str, Any]:
     return changed
 
 
-def arguments(changed: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
+def arguments(changed: Mapping[str, Any], index: int, count: int, depth: float) -> dict[str, Any]:
     """Arguments of the score and select ops of the index-th of `count` drop layers, for changed options.
+
+    depth: as for `PrefillConfig.kept_for`.
 
     Raises:
         OptionError: a list whose length is not `count`.
@@ -89,10 +92,9 @@ def arguments(changed: Mapping[str, Any], index: int, count: int) -> dict[str, A
     out = {name: value for name, value in changed.items() if name not in _AMOUNTS}
     if any(name in changed for name in _AMOUNTS):
         ratio = changed.get("keep_ratio")
-        config = replace(
-            PrefillConfig(), p=changed.get("p", 1.0), keep_ratio=ratio, selection="top_p" if ratio is None else "top_k"
-        )
-        out["p"], out["keep_ratio"] = config.kept_for(index, count)
+        given = {name: changed[name] for name in _AMOUNTS if name in changed}
+        config = replace(PrefillConfig(), **given, selection="top_p" if ratio is None else "top_k")
+        out["p"], out["keep_ratio"] = config.kept_for(index, count, depth)
     return out
 
 

@@ -196,7 +196,8 @@ class Prefill:
             for node in released:
                 del values[node]
             if piece.selection and changed:
-                run = self.interpreter(piece.gm, arguments(changed, len(kept), len(self.plan.drops))).run
+                own = arguments(changed, len(kept), len(self.plan.drops), self.plan.depth(len(kept)))
+                run = self.interpreter(piece.gm, own).run
             results = run(*operands)
             del operands
             values.update(zip(piece.outputs, results, strict=True))

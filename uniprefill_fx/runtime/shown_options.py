@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Options(TypedDict, total=False):
     """Every option of the backend, as a user may write it; `PrefillConfig` says what each one does."""
 
+    preset: Literal["quality", "balanced", "fast"]
     p: float | Sequence[float] | Literal["auto"]
     block_size: int | Literal["auto"]
     last_n: int

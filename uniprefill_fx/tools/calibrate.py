@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,20 +24,18 @@ from uniprefill_fx.runtime.overrides import as_compiled, override
 from uniprefill_fx.runtime.prefill import disabled
 from uniprefill_fx.runtime.shown_options import Options, shows_options
 from uniprefill_fx.tools.isolated import isolated, takes
+from uniprefill_fx.tools.search import Measured, Search
 
 log = logging.getLogger(__name__)
 
-GRID = (1.0, 0.999, 0.99, 0.975, 0.95, 0.9, 0.8, 0.7, 0.5)
+GRID = (1.0, 0.999, 0.99, 0.975, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3)
 """Values of p that are tried, mild ones first. 1.0 keeps everything: no drop at that layer."""
 
 POSITIONS = 16
 """How many of the last positions of a prompt have their next-token distributions compared. They are never dropped."""
 
-PASSES = 3
-"""How often the layers are gone through, one step of the grid at a time, to use up the budget."""
-
-WORTHWHILE = 0.02
-"""A drop that removes less than this share of the prompt, on average, is left out: scoring costs more than it saves."""
+HELD_OUT = 3
+"""Every so many-th prompt takes no part in the search."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,11 @@ class Calibration:
 
     Attributes:
         options: `drop_layers`, `p`, and the options that were given; fit for JSON.
-        kl: mean over prompts. worst_kl: of the prompt that differs most. max_kl: the budget.
-        compute_fraction: kept fraction, averaged over layers and prompts. kept: by drop layer, averaged over prompts.
+        kl: mean over the prompts that were searched with. worst_kl: of the one that differs most. bound: what the mean
+            over prompts like these stays below, with 90% confidence; one prompt has none, and its bound is its KL.
+        max_kl: the budget. compute_fraction: kept fraction, averaged over layers and prompts. kept: by drop layer,
+            averaged over prompts.
+        held_out_kl, held_out_compute: the same means over the prompts that had no part in the search; None without any.
         runs: prefills that it took.
     """
 
@@ -57,6 +59,9 @@ class Calibration:
     compute_fraction: float
     kept: dict[int, float] = field(default_factory=dict)
     runs: int = 0
+    bound: float = math.nan
+    held_out_kl: float | None = None
+    held_out_compute: float | None = None
 
     @property
     def work(self) -> float:
@@ -73,21 +78,15 @@ class Calibration:
         for layer, p in zip(self.options["drop_layers"], self.options["p"], strict=True):
             lines.append(f"{layer:>5}  {p:>6g}  {self.kept[layer]:.2f}")
         lines.append(
-            f"KL {self.kl:.2g} (budget {self.max_kl:g}, worst prompt {self.worst_kl:.2g}), "
-            f"compute {self.compute_fraction:.2f} of dense"
+            f"KL {self.kl:.2g}, below {self.bound:.2g} with 90% confidence (budget {self.max_kl:g}, worst prompt "
+            f"{self.worst_kl:.2g}), compute {self.compute_fraction:.2f} of dense"
         )
+        if self.held_out_kl is not None:
+            lines.append(f"held-out prompts: KL {self.held_out_kl:.2g}, compute {self.held_out_compute:.2f}")
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    kl: float
-    worst: float
-    compute_fraction: float
-    kept: dict[int, float]
-
-
-@shows_options(p=..., drop_layers="all", inner_backend="eager", min_tokens=0)
+@shows_options(preset=..., p=..., drop_layers="all", inner_backend="eager", min_tokens=0)
 def calibrate(
     model: Any,
     prompts: Iterable[Tensor],
@@ -100,17 +99,19 @@ def calibrate(
     """Choose drop layers and a p for each, so that little is computed and the answers stay near the dense
     ones.
 
-    Layers are taken from the last to the first, because dropping late costs least, and each gets the smallest p that
-    keeps KL within its share of the budget. What is left of the budget then goes to the earliest layers, which save
-    most. Every candidate is measured as a whole, on all prompts, by one compilation. An `override` around the call has
+    All layers are searched together: from no drop at all, the next step is the one that saves most compute for the KL
+    it costs, as long as the upper 90% bound of the mean KL stays within the budget. Every candidate is measured as a
+    whole, by one compilation. Of three prompts or more every third is held out: the search does not see it, the result
+    says what it cost there, and steps are taken back while that is over the budget. An `override` around the call has
     no part in it. A progress bar is shown (not with `transformers.utils.logging.disable_progress_bar()`).
 
     Args:
         model: a decoder; it stays as it is, compiled or not.
-        prompts: tensors (1, tokens) or (tokens,) int64, like those the model will get, with what makes them hard.
+        prompts: tensors (1, tokens) or (tokens,) int64, like those the model will get, with what makes them hard. The
+            fewer they are, the wider the bound: a dozen or more.
         max_kl: budget for the mean KL divergence of next-token distributions from the dense model's, in nats.
         grid: values of p to try, in (0, 1]. positions: how many of the last positions are compared.
-        options: as for `uniprefill_fx.compile`, but `p`; with `drop_layers`, only these are candidates.
+        options: as for `uniprefill_fx.compile`, but `preset` and `p`; with `drop_layers`, only these are candidates.
             `inner_backend` is "eager" unless given, and then not part of the result.
 
     Raises:
@@ -119,7 +120,7 @@ def calibrate(
         RuntimeError: nothing can be dropped, or a prompt ran dense, so nothing can be measured with it; the message
             has the reason.
     """
-    given = {name: value for name, value in options.items() if name != "p"}
+    given = {name: value for name, value in options.items() if name not in ("preset", "p")}
     merged = {"drop_layers": "all", "inner_backend": "eager", "min_tokens": 0} | given
     config = PrefillConfig.from_options(options_for(model, merged) | {"selection": "top_p", "p": 1.0})
     steps = sorted({1.0, *map(float, grid)}, reverse=True)
@@ -129,40 +130,19 @@ def calibrate(
             f"and between 1 and last_n={config.last_n} positions"
         )
     trial = _Trial(model, [_single(ids) for ids in prompts], config, positions)
-    layers = trial.layers
-    # At most: each layer a bisection of the grid, then single steps; and the result twice.
-    bar: Any = tqdm(total=len(layers) * (len(steps).bit_length() + PASSES) + 2, desc="calibrate", unit="trial")
-    chosen = [0] * len(layers)  # by candidate, an index into `steps`
-
-    def measure(at: Sequence[int]) -> _Measured:
-        bar.update()
-        return trial.measure([steps[i] for i in at])
-
+    bar: Any = tqdm(desc="calibrate", unit="trial")
     with as_compiled(), contextlib.closing(bar):
-        for order, i in enumerate(reversed(range(len(layers)))):
-            share = max_kl * (order + 1) / len(layers)
-            low, high = 0, len(steps) - 1  # `low` is known to fit: it was measured, or it drops nothing
-            while low < high:
-                middle = (low + high + 1) // 2
-                fits = measure([*chosen[:i], middle, *chosen[i + 1 :]]).kl <= share
-                low, high = (middle, high) if fits else (low, middle - 1)
-            chosen[i] = low
-            log.info("calibrate: layer %d: p=%g", layers[i], steps[low])
-        for _ in range(PASSES):
-            before = chosen
-            for i in range(len(layers)):
-                more = [*chosen[:i], min(chosen[i] + 1, len(steps) - 1), *chosen[i + 1 :]]
-                if more != chosen and measure(more).kl <= max_kl:
-                    chosen = more
-            if chosen == before:
+        search = Search(trial.layers, trial.measure, steps, max_kl, bar.update)
+        path = search.run()
+        found, unseen = path[-1], None
+        while trial.held_out:
+            unseen = trial.measure([steps[i] for i in found], held_out=True)
+            if unseen.kl <= max_kl or len(path) == 1:
                 break
-        found = measure(chosen)
-        chosen = _worthwhile(chosen, [found.kept[layer] for layer in layers])
-        found = measure(chosen)
-        while found.kl > max_kl and any(chosen):  # leaving a drop out is milder, but later blocks are others then
-            chosen = [max(0, at - 1) for at in chosen]
-            found = measure(chosen)
-    return _result(layers, [steps[i] for i in chosen], found, max_kl, given, trial.runs)
+            path.pop()
+            found = path[-1]
+        measured = search.measure(found)
+    return _result(trial, [steps[i] for i in found], measured, unseen, max_kl, given)
 
 
 def _single(ids: Tensor) -> Tensor:
@@ -173,26 +153,32 @@ def _single(ids: Tensor) -> Tensor:
     return ids.reshape(1, -1)
 
 
-def _worthwhile(chosen: Sequence[int], kept: Sequence[float]) -> list[int]:
-    """The choice without drops that remove next to nothing (index 0: no drop)."""
-    out, before = [], 1.0
-    for at, after in zip(chosen, kept, strict=True):
-        out.append(at if before - after >= WORTHWHILE else 0)
-        before = after if out[-1] else before
-    return out
-
-
 def _result(
-    layers: Sequence[int], ps: Sequence[float], found: _Measured, max_kl: float, given: dict[str, Any], runs: int
+    trial: _Trial,
+    ps: Sequence[float],
+    found: Measured,
+    unseen: Measured | None,
+    max_kl: float,
+    given: dict[str, Any],
 ) -> Calibration:
-    drops = {layer: p for layer, p in zip(layers, ps, strict=True) if p < 1.0}
+    drops = {layer: p for layer, p in zip(trial.layers, ps, strict=True) if p < 1.0}
     if not drops:
         log.warning("calibrate: no drop fits max_kl=%g; the options keep everything", max_kl)
-        drops = {layers[-1]: 1.0}
+        drops = {trial.layers[-1]: 1.0}
     options = {name: value for name, value in given.items() if name not in ("drop_layers", "inner_backend")}
     options |= {"drop_layers": list(drops), "p": list(drops.values())}
-    kept = {layer: found.kept[layer] for layer in drops}
-    return Calibration(options, found.kl, found.worst, max_kl, found.compute_fraction, kept, runs)
+    return Calibration(
+        options,
+        found.kl,
+        max(found.kls),
+        max_kl,
+        found.compute_fraction,
+        {layer: found.kept[layer] for layer in drops},
+        trial.runs,
+        found.bound,
+        unseen.kl if unseen else None,
+        unseen.compute_fraction if unseen else None,
+    )
 
 
 class _Trial:
@@ -208,10 +194,10 @@ class _Trial:
         self.run: Callable[..., Any] = isolated(model, config, lambda done: plans.append(done.plan))
         self.kwargs = {"logits_to_keep": positions} if takes(model, "logits_to_keep") else {}
         self.prompts, self.positions, self.runs = prompts, positions, 0
-        self.dense: list[Tensor] = []
         with disabled():
-            for ids in prompts:
-                self.dense.append(self._logprobs(ids)[0])
+            self.dense = [self._logprobs(ids)[0] for ids in prompts]
+        self.held_out = list(range(HELD_OUT - 1, len(prompts), HELD_OUT))
+        self.searched = [i for i in range(len(prompts)) if i not in self.held_out]
         attention_nodes = [drop.attention.layer for plan in plans for drop in plan.drops]
         if not attention_nodes:
             reasons = [str(refusal) for plan in plans for refusal in plan.refusals]
@@ -224,20 +210,20 @@ class _Trial:
             layer for layer in sorted({s for s in attention_nodes if s is not None}) if layer not in self.layers
         ]
 
-    def measure(self, ps: Sequence[float]) -> _Measured:
-        """All prompts with one p for each candidate layer."""
-        kls, fractions = [], []
+    def measure(self, ps: Sequence[float], held_out: bool = False) -> Measured:
+        """The prompts of the search, or those held out, with one p for each candidate layer."""
+        kls, fractions, chosen = [], [], self.held_out if held_out else self.searched
         kept = dict.fromkeys(self.layers, 0.0)
         with override(p=[*ps, *([1.0] * len(self.last))]):
-            for ids, dense in zip(self.prompts, self.dense, strict=True):
+            for ids, dense in ((self.prompts[i], self.dense[i]) for i in chosen):
                 logprobs, call = self._logprobs(ids)
                 if not call.dropped or call.tokens != ids.shape[1]:
                     raise RuntimeError(f"a prompt of {ids.shape[1]} tokens ran dense: {call.reason}")
                 kls.append(float((dense.exp() * (dense - logprobs)).sum(-1).mean()))
                 fractions.append(call.compute_fraction)
                 for layer in self.layers:
-                    kept[layer] += len(call.kept_indices[layer]) / ids.shape[1] / len(self.prompts)
-        return _Measured(sum(kls) / len(kls), max(kls), sum(fractions) / len(fractions), kept)
+                    kept[layer] += len(call.kept_indices[layer]) / ids.shape[1] / len(chosen)
+        return Measured(tuple(kls), tuple(fractions), kept)
 
     @torch.inference_mode()
     def _logprobs(self, ids: Tensor) -> tuple[Tensor, LastCall]:

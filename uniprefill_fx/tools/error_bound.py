@@ -155,7 +155,7 @@ def error_bound(model: Any, input_ids: Tensor, /, **options: Unpack[Options]) ->
     plan = watch.done.plan
     drops = []
     for i, (drop, found) in enumerate(zip(plan.drops, watch.found, strict=True)):
-        p = arguments(done.changed, i, len(plan.drops)).get("p", drop.spec.p)
+        p = arguments(done.changed, i, len(plan.drops), plan.depth(i)).get("p", drop.spec.p)
         allowed = None if p is None else 1.0 - p
         drops.append(replace(found, layer=drop.attention.layer, allowed=allowed))
     drift: dict[int, float] = {}

@@ -91,7 +91,7 @@ class Report:
         for i, drop in enumerate(self.plan.drops):
             values = {"p": drop.spec.p, "keep_ratio": drop.spec.keep_ratio}
             if self.call is not None:
-                values |= arguments(self.call.changed, i, len(self.plan.drops))
+                values |= arguments(self.call.changed, i, len(self.plan.drops), self.plan.depth(i))
             assert drop.attention.layer is not None
             out[drop.attention.layer] = next(f"{n}={values[n]:g}" for n in ("p", "keep_ratio") if values[n] is not None)
         return out
@@ -181,7 +181,7 @@ class Report:
         }
         layers = [drop.attention.layer for drop in self.plan.drops]
         drops = "drops" if self.call is not None and self.call.dropped else "planned drops"
-        return f"{drops} after layers {layers} ({why.get(str(self.config.drop_layers), 'as given, or by a preset')})"
+        return f"{drops} after layers {layers} ({why.get(str(self.config.drop_layers), 'as given, or as published')})"
 
     def _compiled(self) -> str:
         """What was compiled: graphs of the prompt and of tokens after it, and the pieces of the former."""

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniprefill_fx.config import AUTO_P, auto_p
+from uniprefill_fx.config import PRESETS
+from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.runtime.last_call import LastCall
+from uniprefill_fx.runtime.overrides import arguments
 from uniprefill_fx.tools.report import Report
 from uniprefill_fx.tools.savings import Cost, costs
 
 SEGMENT = 16
 """Tokens of a piece of text that is shaded as one."""
+
+AMOUNTS = ("preset", "p", "keep_ratio")
 
 FLAT = (0.99, 0.95, 0.9, 0.7)
 """Values of p that the page offers beside the slider."""
@@ -32,12 +36,11 @@ def what_if(report: Report, tokenizer: Any = None) -> dict[str, Any] | None:
     call = report.call
     if call is None or not call.dropped or len(call.token_bounds) != 1 or report.again is None:
         return None
-    same = {name: value for name, value in call.changed.items() if name != "keep_ratio"}
-    amount = {name: value for name, value in call.changed.items() if name in ("p", "keep_ratio")}
+    same = {name: value for name, value in call.changed.items() if name not in AMOUNTS}
     if report.config.inner_backend != "eager":
         report.again(**same | {"p": 1.0})  # compiles where lengths are new
     whole, seconds_whole = report.again(**same | {"p": 1.0})
-    _, seconds = report.again(**{name: value for name, value in same.items() if name != "p"} | amount)
+    _, seconds = report.again(**call.changed)
     if whole is None or not whole.block_scores:  # inside `disabled()`, say
         return None
     return _contents(report, call, whole, (seconds_whole, seconds), tokenizer)
@@ -63,7 +66,7 @@ def _contents(
         "density": {str(layer): share for layer, share in call.density.items()},
         "stores": [asdict(store) for store in stores],
         "seconds": seconds,
-        "presets": _presets(len(layers)),
+        "presets": _presets(report.plan),
         "segment": SEGMENT,
         "text": _text(report.input_ids, tokenizer, first, past),
     }
@@ -71,16 +74,18 @@ def _contents(
 
 def _first_p(report: Report, call: LastCall) -> float:
     """Where the slider stands at first: p of the first drop, or 1 where it was chosen otherwise."""
-    p = next((drop.spec.p for drop in report.plan.drops), None)
-    p = call.changed.get("p", None if "keep_ratio" in call.changed else p)
-    p = p[0] if isinstance(p, tuple) else AUTO_P[0] if p == "auto" else p
-    return 1.0 if p is None else p
+    if not report.plan.drops or "keep_ratio" in call.changed:
+        return 1.0
+    changed = {name: value for name, value in call.changed.items() if name in AMOUNTS}
+    p = arguments(changed, 0, len(report.plan.drops), report.plan.depth(0)).get("p", report.plan.drops[0].spec.p)
+    return 1.0 if p is None else float(p)
 
 
-def _presets(count: int) -> list[dict[str, Any]]:
+def _presets(plan: Plan) -> list[dict[str, Any]]:
     """A name, and p for each drop layer."""
-    flat = [{"name": f"{p:g}", "p": [p] * count} for p in FLAT]
-    return [{"name": "auto", "p": [auto_p(i, count) for i in range(count)]}, *flat]
+    drops = range(len(plan.drops))
+    named = [{"name": name, "p": [preset.p(plan.depth(i)) for i in drops]} for name, preset in PRESETS.items()]
+    return [*named, *({"name": f"p = {p:g}", "p": [p for _ in drops]} for p in FLAT)]
 
 
 def _merged(parts: list[Cost]) -> list[Cost]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from uniprefill_fx.config import OptionError, PrefillConfig, auto_drop_layers
+from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.passes.analyze.decoder_end import in_layers, layers_root
 from uniprefill_fx.passes.attention_node import AttentionNode
@@ -18,13 +18,52 @@ from uniprefill_fx.specs import DropSpec
 
 SCORE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float8_e4m3": torch.float8_e4m3fn}
 
+LAYERS_PER_DROP = 4
+"""Distance in decoder layers between the published drop layers of Llama-3.1-8B and Qwen3-Next (`auto_drop_layers`)."""
 
-def drop_spec(config: PrefillConfig, index: int, count: int) -> DropSpec:
-    """How the index-th of `count` drops selects tokens."""
+
+def auto_drop_layers(full_attention_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The drop layers that `drop_layers="auto"` stands for, in increasing order.
+
+    Early layers attend diffusely, so a drop there costs accuracy; a drop at the very end saves nothing. Between them
+    the published sets drop at about every fourth layer. Hence, with layers counted from 0:
+
+    1. Split the depth into groups of four layers. In each, the last layer with full attention is a candidate.
+    2. Keep the candidates that end at least the first sixth of the depth (layers 0 to i are a sixth or more of all)
+       and leave at least a twelfth of the depth after them.
+    3. When none is left, as in models of a few layers, take the full-attention layer nearest to half the depth
+       (the lower one of two), except the last decoder layer.
+
+    This gives the published sets of Llama-3.1-8B, 32 layers all full (7, 11, …, 27), and of Qwen3-Next, 48 layers
+    with full attention in every fourth (7, 11, …, 43). Layers outside [0, num_layers) raise ValueError. The result
+    is empty only when no layer but the last one holds full attention.
+    """
+    layers = sorted(set(full_attention_layers))
+    if layers and (layers[0] < 0 or layers[-1] >= num_layers):
+        raise ValueError(f"full-attention layers {layers}: wanted indices in [0, {num_layers})")
+    last_of_group = {layer // LAYERS_PER_DROP: layer for layer in layers}  # a later one of a group replaces an earlier
+    chosen = tuple(
+        layer
+        for layer in last_of_group.values()
+        if 6 * (layer + 1) >= num_layers and 12 * (num_layers - 1 - layer) >= num_layers
+    )
+    worthwhile = [layer for layer in layers if layer < num_layers - 1]
+    if chosen or not worthwhile:
+        return chosen
+    return (min(worthwhile, key=lambda layer: abs(2 * (layer + 1) - num_layers)),)
+
+
+def depth_of(layer: int, num_layers: int) -> float:
+    """The share of the decoder that has run when a layer is done."""
+    return (layer + 1) / num_layers
+
+
+def drop_spec(config: PrefillConfig, index: int, count: int, depth: float) -> DropSpec:
+    """How the index-th of `count` drops, at a depth in (0, 1], selects tokens."""
     # an argument of the selection, which every call replaces with "auto": any number will do in the graph
     block_size = 64 if config.block_size == "auto" else config.block_size
     dtype = SCORE_DTYPES[config.score_dtype]
-    return DropSpec(config.last_n, config.sink_tokens, block_size, dtype, *config.kept_for(index, count))
+    return DropSpec(config.last_n, config.sink_tokens, block_size, dtype, *config.kept_for(index, count, depth))
 
 
 def layers_of_this_graph(

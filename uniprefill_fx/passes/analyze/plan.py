@@ -17,7 +17,13 @@ from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
 from uniprefill_fx.passes.analyze.attention_nodes import token_count
 from uniprefill_fx.passes.analyze.batch import mixed_along
 from uniprefill_fx.passes.analyze.decoder_end import check_decoder_end
-from uniprefill_fx.passes.analyze.drop_layers import choose_layers, drop_spec, layers_of_this_graph, nowhere_to_drop
+from uniprefill_fx.passes.analyze.drop_layers import (
+    choose_layers,
+    depth_of,
+    drop_spec,
+    layers_of_this_graph,
+    nowhere_to_drop,
+)
 from uniprefill_fx.passes.analyze.drop_levels import GatherRule, drop_levels, gather_rules
 from uniprefill_fx.passes.analyze.entry import behind_break, keys_of_earlier_tokens
 from uniprefill_fx.passes.analyze.outputs import Exposure, exposure_of, head_region_of, restored_outputs, rows_shown
@@ -96,6 +102,10 @@ class Plan:
         """Whether the graph takes a whole new prompt (and not a decode step or a later chunk)."""
         decoder = bool(self.attention_nodes) or self.num_layers > 0
         return decoder and not self.past
+
+    def depth(self, drop: int) -> float:
+        """Where a drop lies, in (0, 1]."""
+        return depth_of(self.drops[drop].attention.layer, self.num_layers)
 
 
 def make_plan(
@@ -208,7 +218,8 @@ def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: li
             refusals.append(error.refusal)
             continue
         _check_prompts(residual, attention, tokens)
-        drops.append(Drop(attention, residual, drop_spec(config, i, len(chosen))))
+        depth = depth_of(attention.layer, num_layers)
+        drops.append(Drop(attention, residual, drop_spec(config, i, len(chosen), depth)))
     if not drops:
         raise RefusalError(refusals[-1]) if refusals else nowhere_to_drop(config)
     level = drop_levels(graph, attention_nodes, [d.attention for d in drops], tokens, head_region)

@@ -152,7 +152,7 @@ if (w) {
     });
   };
   preset("as it was", null);
-  for (const { name, p } of w.presets) preset(name === "auto" ? "auto" : "p = " + name, p);
+  for (const { name, p } of w.presets) preset(name, p);
   at("p").addEventListener("input", event => paint(selected(w.layers.map(() => Number(event.target.value)))));
   at("p").value = w.p;
   paint(asRun);
