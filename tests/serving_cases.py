@@ -1,0 +1,101 @@
+"""Checks what an engine of vLLM answered against the eager reference, each request alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import ROOT
+from eager_reference import DropSpec, EagerReference
+from torch import Tensor
+
+OPTIONS: dict[str, Any] = {
+    "drop_layers": [1, 2], "p": 0.8, "block_size": 16, "last_n": 24, "sink_tokens": 8, "min_tokens": 100,
+    "inner_backend": "eager",
+}  # fmt: skip
+
+
+def serve(folder: Path, requests: dict[str, Any], options: dict[str, Any] | None = OPTIONS, **engine: Any) -> Any:
+    """What an engine of its own process answered; a failure is what it wrote last, as a string."""
+    case, result = folder / "case.json", folder / "result.json"
+    result.unlink(missing_ok=True)
+    case.write_text(
+        json.dumps({"model": str(folder), "engine": engine, "options": options, "requests": requests}), "utf-8"
+    )
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_WAIT_POLICY="PASSIVE")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "serving_worker.py"), str(case), str(result)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    return json.loads(result.read_text()) if result.exists() else done.stdout + done.stderr
+
+
+def prompt(length: int, seed: int, vocabulary: int = 256) -> list[int]:
+    return torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def spec_of(options: dict[str, Any]) -> DropSpec:
+    amounts = options.get("p", 0.99)
+    return DropSpec(
+        tuple(options["drop_layers"]),
+        p=tuple(amounts) if isinstance(amounts, list) else amounts,
+        block_size=options["block_size"],
+        last_n=options["last_n"],
+        sink_tokens=options["sink_tokens"],
+        window="index",
+    )
+
+
+def check(model: Any, served: Any, requests: dict[str, Any], options: dict[str, Any] = OPTIONS) -> int:
+    """Check every token, log-probability and kept set; returns how many prompts dropped tokens."""
+    assert not isinstance(served, str), served[-3000:]
+    dropped = 0
+    for name, request in requests.items():
+        prefills = [p for p in served["prefills"] if p["request"].split("-")[0].split("_")[-1] == name]
+        for output in served["outputs"].get(name, []):
+            dropped += _check_one(model, request["prompt"], output, prefills, request, options)
+    return dropped
+
+
+def _check_one(
+    model: Any, tokens: list[int], output: Any, prefills: list[Any], request: dict[str, Any], options: dict[str, Any]
+) -> int:
+    made: list[int] = output["tokens"]
+    own = request.get("extra_args") or {}
+    own = own.get("uniprefill") or {}
+    spec = spec_of(options | (own if isinstance(own, dict) else {}))
+    dropped = 0
+    starts = {p["tokens"] - len(tokens): p for p in prefills}  # by how many tokens were generated before
+    reference: EagerReference | None = None
+    logits = torch.empty(0)
+    for i, token in enumerate(made):
+        if i in starts and (i == 0 or starts[i]["tokens"] > 1):
+            kept = starts[i]["kept"]
+            reference = EagerReference(model, spec if kept else None)
+            found = reference.prefill(torch.tensor([tokens + made[:i]]))
+            logits = found.last_logits[0, -1]
+            if kept:
+                want = [found.kept[layer].tolist() for layer in spec.drop_layers]
+                assert kept == want, (len(kept[0]), len(want[0]), found.margins)
+                dropped += len(kept[-1]) < starts[i]["tokens"]
+        elif i:
+            assert reference is not None
+            logits = reference.step(torch.tensor([[made[i - 1]]]))[0, -1]
+        _check_logits(logits, output["logprobs"][i], token, request.get("temperature", 0.0) == 0.0)
+    return dropped
+
+
+def _check_logits(logits: Tensor, given: dict[str, float], token: int, greedy: bool) -> None:
+    want = logits.float().log_softmax(-1)
+    for key, value in given.items():
+        assert abs(value - float(want[int(key)])) < 1e-4, (key, value, float(want[int(key)]))
+    if greedy:
+        best = want.topk(2).values
+        assert token == int(want.argmax()) or float(best[0] - want[token]) < 1e-5
