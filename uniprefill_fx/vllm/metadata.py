@@ -82,8 +82,9 @@ def shifted(builder: Any, common: Any, steps: Steps) -> Any:
     if any(lost):
         less = torch.tensor(lost, dtype=seq_lens.dtype).to(seq_lens.device, non_blocking=True)
         seq_lens = seq_lens - less
-        rows = int(common.query_start_loc_cpu[-1])
-        own = slots_of(common, builder.kv_cache_spec.block_size, common.query_start_loc, seq_lens, rows)
+        rows = int(common.query_start_loc_cpu[common.num_reqs])
+        starts = common.query_start_loc[: common.num_reqs + 1]
+        own = slots_of(common, builder.kv_cache_spec.block_size, starts, seq_lens, rows)
         slots = torch.cat((own.to(slots.dtype), slots[rows:]))
     if seq_lens.device.type == "cuda":
         seq_lens, slots = _held(builder, "seq_lens", seq_lens), _held(builder, "slots", slots)
@@ -126,7 +127,7 @@ def _changes(common: Any, lost: Sequence[int], **changes: Any) -> dict[str, Any]
         if held is not None:
             changes[name] = held - torch.tensor(lost, dtype=held.dtype)
     bound = changes.get("seq_lens_cpu_upper_bound")
-    if bound is not None and len(bound):
+    if any(lost) and bound is not None:
         changes["max_seq_len"] = max(1, int(bound.max()))
     return changes
 

@@ -29,6 +29,8 @@ def engine_args(**options: Any) -> dict[str, Any]:
     _config(options)
     return {
         "compilation_config": {"mode": 2, "backend": BACKEND, "custom_ops": ["none"]},
+        # norms as torch spells them, which the inner backend fuses with what lies around them
+        "kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
         "additional_config": {"uniprefill": dict(options)},
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
