@@ -186,7 +186,8 @@ def mixed(engine: Engine) -> dict[str, Any]:
 
     prompts = args.mixed_length * args.mixed_long
     row = {
-        "s": seconds, "long_tokens_per_s": prompts / seconds, "ttft_p50_ms": at(first, 0.5), "ttft_p99_ms": at(first, 0.99),
+        "s": seconds, "long_tokens_per_s": prompts / seconds,
+        "ttft_p50_ms": at(first, 0.5), "ttft_p99_ms": at(first, 0.99),
         "tpot_p50_ms": at(between, 0.5), "tpot_p99_ms": at(between, 0.99), "long_prompts": args.mixed_long,
     }  # fmt: skip
     print(row, flush=True)
