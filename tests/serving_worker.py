@@ -34,13 +34,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
     }  # fmt: skip
-    llm = LLM(case["model"], **(engine_options | own | case["engine"]))
+    engine = dict(case["engine"])
+    if engine.pop("enforce_cudagraphs_off", False):
+        own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": "NONE"}
+    llm = LLM(case["model"], **(engine_options | own | engine))
     seen: list[Any] = []
     if steps.current() is not None:
         steps.current().watchers.append(seen)  # type: ignore[union-attr]
-    engine, waiting, outputs = llm.llm_engine, dict(case["requests"]), {}
+    core, waiting, outputs = llm.llm_engine, dict(case["requests"]), {}
     step = 0
-    while waiting or engine.has_unfinished_requests():
+    while waiting or core.has_unfinished_requests():
         for name, request in list(waiting.items()):
             if request.get("add_at", 0) <= step:
                 params = SamplingParams(
@@ -48,12 +51,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                     n=request.get("n", 1), detokenize=False, ignore_eos=True, seed=0,
                     extra_args=request.get("extra_args"), prompt_logprobs=request.get("prompt_logprobs"),
                 )  # fmt: skip
-                engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+                core.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
                 del waiting[name]
         for name, request in case["requests"].items():
             if request.get("abort_at") == step:
-                engine.abort_request([name])
-        for output in engine.step():
+                core.abort_request([name])
+        for output in core.step():
             outputs[output.request_id] = output
         step += 1
     results = {
