@@ -29,7 +29,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from uniprefill_fx.vllm import plugin, steps
 
     plugin.register()  # as vLLM does where the package is installed
-    own = served.engine_args(**case["options"]) if case["options"] is not None else {"enable_prefix_caching": False}
+    own: dict[str, Any] = {"enable_prefix_caching": False}
+    if case["options"] is not None:
+        own = served.engine_args(**case["options"])
     engine_options = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
