@@ -58,7 +58,7 @@ def check(
 ) -> int:
     """Check every token, log-probability and kept set; returns how many prompts dropped tokens.
 
-    Kept sets are those that the reference selects, where the tolerance leaves no room for others; above 1e-3 the
+    A tolerance above 1e-3 is for engines that round: the errors of a request may be so large on average, and the
     reference runs on the rows that the engine kept, nine in ten of which it would have kept too.
     """
     assert not isinstance(served, str), served[-3000:]
@@ -83,7 +83,7 @@ def _check_one(
     own = request.get("extra_args") or {}
     own = own.get("uniprefill") or {}
     spec = spec_of(options | (own if isinstance(own, dict) else {}))
-    dropped = 0
+    dropped, exact, errors = 0, tolerance <= 1e-3, []
     starts = {p["tokens"] - len(tokens): p for p in prefills}  # by how many tokens were generated before
     reference: EagerReference | None = None
     logits = torch.empty(0)
@@ -91,8 +91,8 @@ def _check_one(
         if i in starts and (i == 0 or starts[i]["tokens"] > 1):
             kept = starts[i]["kept"]
             ids = torch.tensor([tokens + made[:i]])
-            exact = tolerance <= 1e-3 or not kept
-            reference = EagerReference(model, spec if kept else None) if exact else OnRows(model, spec, kept)
+            forced = kept and not exact
+            reference = OnRows(model, spec, kept) if forced else EagerReference(model, spec if kept else None)
             found = reference.prefill(ids)
             logits = found.last_logits[0, -1]
             if kept and exact:
@@ -103,7 +103,9 @@ def _check_one(
         elif i:
             assert reference is not None
             logits = reference.step(torch.tensor([[made[i - 1]]]))[0, -1]
-        _check_logits(logits, output["logprobs"][i], token, request.get("temperature", 0.0) == 0.0, tolerance)
+        errors.append(_error(logits, output["logprobs"][i], token, request.get("temperature", 0.0) == 0.0, exact))
+    worst = max(errors) if exact else sum(errors) / len(errors)
+    assert worst < tolerance, errors
     return dropped
 
 
@@ -123,10 +125,10 @@ class OnRows(EagerReference):
         return Selection(torch.nonzero(torch.isin(store.positions, given)).flatten())
 
 
-def _check_logits(logits: Tensor, given: dict[str, float], token: int, greedy: bool, tolerance: float) -> None:
+def _error(logits: Tensor, given: dict[str, float], token: int, greedy: bool, exact: bool) -> float:
+    """The largest difference of log-probabilities; checks that a greedy token is the best one."""
     want = logits.float().log_softmax(-1)
-    for key, value in given.items():
-        assert abs(value - float(want[int(key)])) < tolerance, (key, value, float(want[int(key)]))
-    if greedy:
+    if greedy and exact:
         best = want.topk(2).values
-        assert token == int(want.argmax()) or float(best[0] - want[token]) < (tolerance if tolerance > 1e-3 else 1e-5)
+        assert token == int(want.argmax()) or float(best[0] - want[token]) < 1e-5
+    return max(abs(value - float(want[int(key)])) for key, value in given.items())

@@ -40,8 +40,10 @@ def qwen3() -> Any:
 
 def qwen3_next() -> Any:
     torch.manual_seed(0)
+    # both experts take every token: rounding to 8 bits would have them change places
+    sizes: dict[str, Any] = WIDE | {"full_attention_interval": 2}
     config = transformers.Qwen3NextConfig(
-        **WIDE, num_hidden_layers=8, full_attention_interval=2, num_experts=8, num_experts_per_tok=2,
+        **sizes, num_hidden_layers=6, num_experts=2, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=64, linear_num_value_heads=4, linear_num_key_heads=2,
         linear_key_head_dim=128, linear_value_head_dim=128,
     )  # fmt: skip
@@ -52,7 +54,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "gemma3": (gemma3, [1, 3], {"disable_hybrid_kv_cache_manager": True}),
     "qwen3_moe": (qwen3_moe, [1, 2], {}),
     "qwen3": (qwen3, [0, 2], {}),
-    "qwen3_next": (qwen3_next, [1, 5], {"dtype": "bfloat16"}),  # vLLM has no other linear attention on a CPU
+    "qwen3_next": (qwen3_next, [1, 3], {"dtype": "bfloat16"}),  # vLLM has no other linear attention on a CPU
 }
 
 
@@ -72,5 +74,5 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "c": {"prompt": prompt(333, 2), "max_tokens": 6, "add_at": 2},
         "d": {"prompt": prompt(520, 3), "max_tokens": 6, "add_at": 4},
     }
-    tolerance = 0.25 if engine.get("dtype") == "bfloat16" else 1e-4
+    tolerance = 0.15 if engine.get("dtype") == "bfloat16" else 1e-4
     assert check(model, serve(tmp_path, requests, options, **engine), requests, options, tolerance) == 3
