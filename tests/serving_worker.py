@@ -76,7 +76,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
          "kept": [rows.tolist() for rows in s.kept.get(name, [])]}
         for i, s in enumerate(seen) for name in (*s.dropping, *s.dense)
     ]  # fmt: skip
-    counts = dict(steps.current().counts) if steps.current() is not None else {}  # type: ignore[union-attr]
+    from prometheus_client import REGISTRY
+
+    samples = [s for family in REGISTRY.collect() for s in family.samples if s.name.startswith("uniprefill:")]
+    counts = {"".join((s.name, *s.labels.values())): s.value for s in samples if s.name.endswith("_total")}
     sizes = [list(s.tokens.values()) for s in seen]
     return {"outputs": results, "prefills": prefills, "counts": counts, "steps": sizes}
 

@@ -42,7 +42,9 @@ def test_mixed_steps_and_reused_blocks(llama: tuple[Any, Path]) -> None:
     reasons = {p["request"].split("-")[0]: p["dense"] for p in served["prefills"]}
     assert reasons["short"] == "below min_tokens" and reasons["off"] == "disabled by the request"
     assert "log-prob" in reasons["asks"] and reasons["alone"] is None
-    assert served["counts"]["dense: below min_tokens"] == 1
+    assert served["counts"]["uniprefill:requests_dense_totalbelow min_tokens"] == 1
+    kept, of = (served["counts"][f"uniprefill:{name}_tokens_total"] for name in ("kept", "prompt"))
+    assert 0 < kept < of == sum(p["tokens"] for p in served["prefills"] if p["dense"] is None)
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
 
 
@@ -58,7 +60,8 @@ def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:
     requests = {f"r{i}": {"prompt": prompt(length, 30 + i)} for i, length in enumerate((200, 300, 120))}
     served = serve(folder, requests, enable_chunked_prefill=True, max_num_batched_tokens=256)
     dropped = check(model, served, requests)
-    assert served["counts"]["dense: the prompt does not arrive whole (chunked prefill)"] >= 1 and dropped >= 1
+    whole = "the prompt does not arrive whole (chunked prefill)"
+    assert served["counts"][f"uniprefill:requests_dense_total{whole}"] >= 1 and dropped >= 1
 
 
 def test_compiled_by_inductor(llama: tuple[Any, Path]) -> None:

@@ -115,3 +115,15 @@ def test_options_are_checked_before_an_engine_is_built() -> None:
 def test_the_entry_point_is_declared() -> None:
     text = (Path(ROOT) / "pyproject.toml").read_text()
     assert '"vllm.general_plugins"]\nuniprefill = "uniprefill_fx.vllm.plugin:register"' in text
+
+
+def test_serve_says_vllm_what_it_needs() -> None:
+    from uniprefill_fx.vllm.serve import WHY, command_of
+
+    command = command_of(["some/model", "--p", "0.9", "--option", "drop_layers=[3,5]", "--port", "8001"])
+    assert command[:3] == ["vllm", "serve", "some/model"] and command[-2:] == ["--port", "8001"]
+    given = json.loads(command[command.index("--additional-config") + 1])
+    assert given == {"uniprefill": {"p": 0.9, "drop_layers": [3, 5]}}
+    assert [flag for flag in command if flag in WHY] and set(WHY) <= set(command)
+    with pytest.raises(uniprefill_fx.OptionError):
+        command_of(["some/model", "--option", "drop_layer=3"])

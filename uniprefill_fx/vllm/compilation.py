@@ -28,7 +28,7 @@ from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import split_at_selections
 from uniprefill_fx.runtime.prefill import released_after
-from uniprefill_fx.vllm import hooks, metadata, operators, ops
+from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops
 from uniprefill_fx.vllm.attention import Reader, layer_number, sinks_of
 from uniprefill_fx.vllm.normalize import normalize, one_token_count
 from uniprefill_fx.vllm.options import check, config_of
@@ -67,7 +67,7 @@ def _backend(
         importlib.import_module("uniprefill_fx.lowering.cuda")
     operators.register()
     layers: Mapping[str, Any] = get_forward_context().no_compile_layers
-    steps = Steps(config)
+    steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None)
     inner = inner_backend(config)
     dropped = copy_module(gm)
     plan = _planned(dropped, example_inputs, layers, config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,16 +70,19 @@ class Steps:
     """The requests of one engine.
 
     Args:
-        config: the engine's options. drops: how many drops there are; 0: none, because of `reason`.
+        config: the engine's options. count: called with each step that is over.
+
+    Attributes:
+        drops: how many drops there are; 0: none, because of `reason`.
     """
 
-    def __init__(self, config: PrefillConfig) -> None:
+    def __init__(self, config: PrefillConfig, count: Callable[[Step], None] | None = None) -> None:
         self.config, self.drops, self.reason = config, 0, "the model was not compiled"
         self.requests: dict[str, Request] = {}
         self.step: Step | None = None
         self.last: Step | None = None
         self.watchers: list[list[Step]] = []
-        self.counts: Counter[str] = Counter()
+        self.count = count
         self.ask_order: Callable[[], Sequence[str]] | None = None
 
     def begin(self, scheduled: Any, ask_order: Callable[[], Sequence[str]] | None = None) -> None:
@@ -169,14 +171,12 @@ class Steps:
         self.last = step
         for watcher in self.watchers:
             watcher.append(step)
+        if self.count is not None:
+            self.count(step)
         for name, reason in step.dense.items():
-            self.counts[f"dense: {reason}"] += 1
             log.debug("request %s stays dense: %s", name, reason)
         for name in step.dropping:
             kept = [len(rows) for rows in step.kept.get(name, [])]
-            self.counts["requests that dropped"] += 1
-            self.counts["tokens of prompts that dropped"] += step.tokens[name]
-            self.counts["tokens kept at last"] += kept[-1] if kept else step.tokens[name]
             log.debug("request %s kept %s of %d tokens", name, kept, step.tokens[name])
 
     def lost(self, names: Sequence[str], segment: int) -> list[int]:
