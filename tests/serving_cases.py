@@ -27,7 +27,8 @@ def serve(folder: Path, requests: dict[str, Any], options: dict[str, Any] | None
     case.write_text(
         json.dumps({"model": str(folder), "engine": engine, "options": options, "requests": requests}), "utf-8"
     )
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_WAIT_POLICY="PASSIVE")
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = dict(os.environ, PYTHONPATH=paths, OMP_WAIT_POLICY="PASSIVE")
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "serving_worker.py"), str(case), str(result)],
         capture_output=True,

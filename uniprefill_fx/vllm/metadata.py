@@ -72,23 +72,64 @@ def _lost(steps: Steps, common: Any, segment: int) -> list[int]:
     return (steps.lost(names, segment) + [0] * common.num_reqs)[: common.num_reqs]
 
 
-def shifted(builder: Any, common: Any, steps: Steps) -> Any:
-    """`common` for a segment: sequences as long as its caches are, and slots to match.
+class Shifted:
+    """Lengths and slots of all segments in the steps that drop nothing, computed at once.
 
-    On CUDA the tensors are buffers that stay where they are: a captured graph reads them there.
+    The tensors are rows of buffers that stay where they are: a captured CUDA graph reads them there.
     """
-    lost = _lost(steps, common, builder.segment)
-    seq_lens, slots = common.seq_lens, common.slot_mapping
-    if any(lost):
-        less = torch.tensor(lost, dtype=seq_lens.dtype).to(seq_lens.device, non_blocking=True)
-        seq_lens = seq_lens - less
-        rows = int(common.query_start_loc_cpu[common.num_reqs])
-        starts = common.query_start_loc[: common.num_reqs + 1]
-        own = slots_of(common, builder.kv_cache_spec.block_size, starts, seq_lens, rows)
-        slots = torch.cat((own.to(slots.dtype), slots[rows:]))
-    if seq_lens.device.type == "cuda":
-        seq_lens, slots = _held(builder, "seq_lens", seq_lens), _held(builder, "slots", slots)
-    return common.replace(**_changes(common, lost, seq_lens=seq_lens, slot_mapping=slots))
+
+    def __init__(self, builder: Any, common: Any, segments: int) -> None:
+        config = builder.vllm_config
+        graphs = config.compilation_config.max_cudagraph_capture_size or 0
+        requests = max(config.scheduler_config.max_num_seqs, graphs, common.num_reqs)
+        tokens = max(config.scheduler_config.max_num_batched_tokens, graphs, len(common.slot_mapping))
+        self.block_size = builder.kv_cache_spec.block_size
+        self.seq_lens = common.seq_lens.new_zeros(segments, requests)
+        self.slots = common.slot_mapping.new_zeros(segments, tokens)
+        self.common: Any = None
+        self.lost: list[list[int]] = []
+        self.less = self.seq_lens[:, :0]
+
+    def common_of(self, segment: int, common: Any, steps: Steps) -> Any:
+        """`common` for a segment: sequences as long as its caches are, and slots to match."""
+        if self.common is not common:
+            self._compute(common, steps)
+            self.common = common
+        requests, tokens = common.num_reqs, len(common.slot_mapping)
+        changes = {"seq_lens": self.seq_lens[segment - 1, :requests], "slot_mapping": self.slots[segment - 1, :tokens]}
+        return common.replace(**_changes(common, self.lost[segment - 1], **changes))
+
+    def _compute(self, common: Any, steps: Steps) -> None:
+        segments, requests, slots = len(self.seq_lens), common.num_reqs, common.slot_mapping
+        lost = [_lost(steps, common, segment) for segment in range(1, segments + 1)]
+        if lost != self.lost:
+            less = torch.tensor(lost, dtype=self.seq_lens.dtype)
+            self.lost, self.less = lost, less.to(slots.device, non_blocking=True)
+        seq_lens = self.seq_lens[:, :requests]
+        torch.sub(common.seq_lens, self.less, out=seq_lens)
+        self.slots[:, : len(slots)] = slots
+        rows = int(common.query_start_loc_cpu[requests])
+        if any(map(any, lost)):
+            starts = common.query_start_loc[: requests + 1]
+            one = common.max_query_len == 1  # then the first `rows` requests have a token each
+            self.slots[:, :rows] = slots_of(common, self.block_size, starts, seq_lens, rows, one)
+
+
+_latest: list[Shifted] = []
+
+
+def shifted(builder: Any, common: Any, steps: Steps) -> Any:
+    """`common` for the segment of a builder, in a step that drops nothing.
+
+    A runner hands one `common` to the builders of a group of caches in turn, in the same order at each step: the first
+    of them computes for all, in buffers of its own.
+    """
+    if not _latest or _latest[0].common is not common:
+        held = vars(builder)
+        if "_uniprefill_shifted" not in held:
+            held["_uniprefill_shifted"] = Shifted(builder, common, steps.drops)
+        _latest[:] = [held["_uniprefill_shifted"]]
+    return _latest[0].common_of(builder.segment, common, steps)
 
 
 def packed(builder: Any, common: Any, steps: Steps, segment: int, ends: Sequence[int]) -> Any:
@@ -132,32 +173,23 @@ def _changes(common: Any, lost: Sequence[int], **changes: Any) -> dict[str, Any]
     return changes
 
 
-def slots_of(common: Any, block_size: int, starts: Tensor, seq_lens: Tensor, rows: int) -> Tensor:
-    """(rows,) int64: where in the paged cache the rows of a step go, which are the last of their sequences.
+def slots_of(
+    common: Any, block_size: int, starts: Tensor, seq_lens: Tensor, rows: int, one_each: bool = False
+) -> Tensor:
+    """(..., rows) int64: where in the paged cache the rows of a step go, which are the last of their sequences.
 
-    starts: (requests + 1,) first row of each request. seq_lens: (requests,).
+    starts: (requests + 1,) first row of each request. seq_lens: (..., requests). one_each: the first `rows` requests
+    have a row each.
     """
-    lengths = (starts[1:] - starts[:-1]).long()
-    request = torch.repeat_interleave(torch.arange(len(lengths), device=starts.device), lengths, output_size=rows)
     row = torch.arange(rows, device=starts.device)
-    position = (seq_lens.long() - lengths - starts[:-1].long())[request] + row
+    if one_each:
+        request, position = row, seq_lens[..., :rows].long() - 1
+    else:
+        lengths = (starts[1:] - starts[:-1]).long()
+        request = torch.repeat_interleave(torch.arange(len(lengths), device=starts.device), lengths, output_size=rows)
+        position = (seq_lens.long() - lengths - starts[:-1].long())[..., request] + row
     table: Tensor = common.block_table_tensor
     return table[request, position // block_size].long() * block_size + position % block_size
-
-
-def _held(builder: Any, name: str, value: Tensor) -> Tensor:
-    """`value`, copied into the builder's buffer of that name."""
-    buffers: dict[str, Tensor] = vars(builder).setdefault("_uniprefill_buffers", {})
-    if name not in buffers or len(buffers[name]) < len(value):
-        config = builder.vllm_config
-        size = (
-            config.scheduler_config.max_num_batched_tokens if name == "slots" else config.scheduler_config.max_num_seqs
-        )
-        size = max(size, len(value), config.compilation_config.max_cudagraph_capture_size or 0)
-        buffers[name] = torch.zeros(size, dtype=value.dtype, device=value.device)
-    buffer = buffers[name][: len(value)]
-    buffer.copy_(value)
-    return buffer
 
 
 _classes: dict[tuple[type, int], type] = {}
