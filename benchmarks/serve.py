@@ -67,6 +67,9 @@ class Engine:
         }  # fmt: skip
         if args.model.startswith("gemma"):
             options["disable_hybrid_kv_cache_manager"] = True
+        if args.kv_gib:
+            options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
+            options["gpu_memory_utilization"] = 0.3  # what must be free at the start
         if system == "stock_chunked":
             del options["max_num_batched_tokens"]
         if system == "ours":
@@ -113,39 +116,30 @@ class Engine:
         return times
 
 
-def ttft(engine: Engine) -> list[dict[str, Any]]:
-    rows = []
-    for length in engine.args.lengths:
-        seconds = []
-        for _ in range(1 + engine.args.repeats):  # the first one compiles
+def ttft(engine: Engine, length: int) -> dict[str, Any]:
+    """Milliseconds from a request's arrival to its first token, alone."""
+    seconds = []
+    for _ in range(1 + engine.args.repeats):  # the first one compiles
+        engine.add(length, 1)
+        seconds.append(sum(engine.drain()))
+    return {"tokens": length, "ms": 1e3 * statistics.median(seconds[1:]), "first_ms": 1e3 * seconds[0]}
+
+
+def batch(engine: Engine, length: int) -> dict[str, Any]:
+    """Prompt tokens a second, of many prompts at once."""
+    prompts = engine.args.prompts
+    for _ in range(2):  # the first one compiles
+        for _ in range(prompts):
             engine.add(length, 1)
-            seconds.append(sum(engine.drain()))
-        rows.append({"tokens": length, "ms": 1e3 * statistics.median(seconds[1:]), "first_ms": 1e3 * seconds[0]})
-        print(rows[-1], flush=True)
-    return rows
+        seconds = sum(engine.drain())
+    return {"tokens": length, "prompts": prompts, "s": seconds, "tokens_per_s": length * prompts / seconds}
 
 
-def batch(engine: Engine) -> list[dict[str, Any]]:
-    rows = []
-    for length in engine.args.batch_lengths:
-        for _ in range(2):  # the first one compiles
-            for _ in range(engine.args.prompts):
-                engine.add(length, 1)
-            seconds = sum(engine.drain())
-        rows.append({"tokens": length, "prompts": engine.args.prompts, "s": seconds})
-        rows[-1]["tokens_per_s"] = length * engine.args.prompts / seconds
-        print(rows[-1], flush=True)
-    return rows
-
-
-def decode(engine: Engine) -> list[dict[str, Any]]:
-    rows = []
-    for length in engine.args.lengths:
-        engine.add(length, 65)
-        steps = engine.drain()[1:]
-        rows.append({"tokens": length, "ms_per_token": 1e3 * statistics.median(steps)})
-        print(rows[-1], flush=True)
-    return rows
+def decode(engine: Engine, length: int) -> dict[str, Any]:
+    """Milliseconds a token behind a long prompt."""
+    engine.add(length, 65)
+    steps = engine.drain()[1:]
+    return {"tokens": length, "ms_per_token": 1e3 * statistics.median(steps)}
 
 
 def mixed(engine: Engine) -> dict[str, Any]:
@@ -185,40 +179,65 @@ def mixed(engine: Engine) -> dict[str, Any]:
         return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
     prompts = args.mixed_length * args.mixed_long
-    row = {
+    return {
         "s": seconds, "long_tokens_per_s": prompts / seconds,
         "ttft_p50_ms": at(first, 0.5), "ttft_p99_ms": at(first, 0.99),
         "tpot_p50_ms": at(between, 0.5), "tpot_p99_ms": at(between, 0.99), "long_prompts": args.mixed_long,
     }  # fmt: skip
-    print(row, flush=True)
-    return row
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def schedule(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """What is measured, the most telling first: time may run out."""
+    by_size = sorted(args.lengths, reverse=True)
+    first = [n for n in (4096, 32_768, 131_072) if n in by_size]
+    others = [n for n in by_size if n not in first]
+    plan = [("ttft", n) for n in first] + [("decode", n) for n in first[-1:]]
+    plan += [("batch", n) for n in args.batch_lengths[:1]] + [("mixed", args.mixed_length)]
+    plan += [("ttft", n) for n in others] + [("decode", n) for n in by_size if n not in first[-1:]]
+    plan += [("batch", n) for n in args.batch_lengths[1:]]
+    return [(kind, n) for kind, n in plan if kind in args.only and (args.system != "stock_chunked" or kind == "mixed")]
+
+
+def measure(args: argparse.Namespace) -> None:
+    """One system; what is measured by now is always in the file."""
     import torch
     import vllm
 
+    began = time.perf_counter()
+    result: dict[str, Any] = {"system": args.system, "vllm": vllm.__version__, "torch": torch.__version__}
+    result |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "exit": "killed"}
+    result |= {"card": "CPU" if args.tiny else torch.cuda.get_device_name(), "skipped": [], "keep_ratio": None}
+    result["arguments"] = {k: v for k, v in vars(args).items() if k != "out"}
+    if args.system == "ours":
+        result["keep_ratio"] = DROPS[args.model][args.layers]
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     engine = Engine(args, args.system)
-    result: dict[str, Any] = {"system": args.system, "started_s": engine.started, "vllm": vllm.__version__}
-    result |= {"torch": torch.__version__, "card": "CPU" if args.tiny else torch.cuda.get_device_name()}
-    for name, run in (("ttft", ttft), ("batch", batch), ("decode", decode), ("mixed", mixed)):
-        if name in args.only and (args.system != "stock_chunked" or name == "mixed"):
-            result[name] = run(engine)
-            args.part.write_text(json.dumps(result))  # what is measured by now, should time run out
+    result["started_s"] = engine.started
+    runs = {"ttft": ttft, "batch": batch, "decode": decode, "mixed": lambda engine, _: mixed(engine)}
+    for kind, length in schedule(args):
+        if args.seconds and time.perf_counter() - began > 0.9 * args.seconds:
+            result["skipped"].append([kind, length])
+            continue
+        row = runs[kind](engine, length)
+        print(args.system, kind, row, flush=True)
+        result.setdefault(kind, []).append(row)
+        if not args.tiny:
+            result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.system == "ours":
         from prometheus_client import REGISTRY
 
         samples = [s for family in REGISTRY.collect() for s in family.samples if s.name.startswith("uniprefill:")]
         result["counts"] = {f"{s.name}{s.labels or ''}": s.value for s in samples if s.name.endswith("_total")}
-    if not args.tiny:
-        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    args.part.write_text(json.dumps(result))
-    return result
+    result["exit"] = 0
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--system", choices=SYSTEMS, help="measure one in this process; without it all, in turn")
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing more after nine tenths of this")
     parser.add_argument("--model", choices=sorted(ARCHITECTURES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768, 65_536, 131_072])
@@ -231,29 +250,21 @@ def main() -> None:
     parser.add_argument("--mixed-length", type=int, default=32_768)
     parser.add_argument("--mixed-long", type=int, default=16)
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between the long prompts")
+    parser.add_argument("--kv-gib", type=float, default=0.0, help="memory for keys and values; 0: what vLLM finds")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--graphs-off", action="store_true", help="ours without CUDA graphs, to find a fault")
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU build, to see that it runs")
-    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.system is not None:
         measure(args)
         return
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "part", "system")},
-        "keep_ratio": DROPS[args.model][args.layers],
-        "systems": {},
-    }
+    report: dict[str, Any] = {}
     for system in args.systems:
-        part = args.out.with_suffix(f".{system}.part")
-        command = [sys.executable, __file__, *sys.argv[1:], "--system", system, "--part", str(part)]
-        code = subprocess.run(command).returncode
-        report["systems"][system] = json.loads(part.read_text()) if part.exists() else {}
-        report["systems"][system]["exit"] = code
-        part.unlink(missing_ok=True)
+        part = args.out.with_suffix(f".{system}.json")
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--system", system, "--out", str(part)])
+        report[system] = json.loads(part.read_text())
+        part.unlink()
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
