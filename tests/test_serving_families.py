@@ -58,7 +58,10 @@ FAMILIES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW = ("qwen3",)
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAMILIES])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROTARY, "qwen3", modeling_qwen3.apply_rotary_pos_emb)
     monkeypatch.setitem(ROTARY, "qwen3_moe", modeling_qwen3_moe.apply_rotary_pos_emb)
