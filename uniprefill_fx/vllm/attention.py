@@ -40,10 +40,15 @@ def operator_name(node: fx.Node) -> str:
     return str(schema_of(found[0]).name) if found else ""
 
 
-def layer_name_of(argument: Any) -> str | None:
-    """The name of a layer that an operator is given: a string, or vLLM's object that holds one."""
+def layer_argument(argument: Any) -> Any:
+    """What an operator is given for the name of a layer: a string, or vLLM's object that holds one."""
     value = meta(argument) if isinstance(argument, fx.Node) else argument
-    value = getattr(value, "real_obj", value)
+    return getattr(value, "real_obj", value)
+
+
+def layer_name_of(argument: Any) -> str | None:
+    """The name of a layer that an operator is given."""
+    value = layer_argument(argument)
     value = getattr(value, "value", value)
     return value if isinstance(value, str) else None
 

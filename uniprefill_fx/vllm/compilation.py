@@ -29,7 +29,7 @@ from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import split_at_selections
 from uniprefill_fx.runtime.prefill import released_after
 from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops
-from uniprefill_fx.vllm.attention import Reader, layer_number, sinks_of
+from uniprefill_fx.vllm.attention import Reader, layer_argument, layer_number, sinks_of
 from uniprefill_fx.vllm.normalize import normalize, one_token_count
 from uniprefill_fx.vllm.options import check, config_of
 from uniprefill_fx.vllm.plan import plan_served
@@ -92,6 +92,7 @@ def _backend(
         hooks.install()
         return plain
     steps.drops = len(plan.drops)
+    ops.layers.update({a.path: layer_argument(a.node.args[4]) for a in plan.attention_nodes})
     segment_of = _segments(plan, layers)
     metadata.install(layers, segment_of)
     install(steps)

@@ -25,6 +25,7 @@ from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import expression, meta, name_of
+from uniprefill_fx.passes.schemas import overloads
 from uniprefill_fx.vllm.attention import ATTENTION, operator_name
 
 
@@ -89,7 +90,8 @@ def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
         total.meta = dict(residual.meta)
         normed = graph.call_function(torch.empty_like, (total,))
         normed.meta = dict(x.meta)
-        graph.call_function(torch.ops._C.rms_norm.default, (normed, total, *rest)).meta = dict(node.meta)
+        rms_norm = getattr(torch.ops, overloads(node)[0].namespace).rms_norm.default
+        graph.call_function(rms_norm, (normed, total, *rest)).meta = dict(node.meta)
     for old, new in ((x, normed), (residual, total)):
         for user in list(old.users):
             if order.get(user, -1) > order[node]:

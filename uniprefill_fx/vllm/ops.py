@@ -20,25 +20,22 @@ _library.define("packed_select(Tensor q, Tensor k, int drop) -> Tensor")
 _library.define("scatter_rows(Tensor x, Tensor rows, SymInt tokens) -> Tensor")
 
 selecting: list[Callable[[Tensor, Tensor, int], Tensor]] = []
-"""The one that `packed_select` asks last in the list: the model that is served."""
+"""The model that is served, which `packed_select` asks."""
 
-
-def _layer(name: str) -> Any:
-    from vllm.utils import torch_utils
-
-    return torch_utils._encode_layer_name(name) if hasattr(torch_utils, "_encode_layer_name") else name
+layers: dict[str, Any] = {}
+"""By name of a layer, what vLLM's operators want as its name: a string, or an object that holds one."""
 
 
 @torch.library.impl(_library, "served_kv_update", "CompositeExplicitAutograd")
 def served_kv_update(k: Tensor, v: Tensor, layer: str) -> None:
     """Store (tokens, kv_heads, head_dim) keys and values where the step's slot mapping of the layer says."""
-    torch.ops.vllm.unified_kv_cache_update(k, v, _layer(layer))
+    torch.ops.vllm.unified_kv_cache_update(k, v, layers[layer])
 
 
 @torch.library.impl(_library, "served_attention", "CompositeExplicitAutograd")
 def served_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: str) -> None:
     """Attention of (tokens, heads, head_dim) queries to what the layer's cache holds of their requests, into `out`."""
-    torch.ops.vllm.unified_attention_with_output(q, k, v, out, _layer(layer))
+    torch.ops.vllm.unified_attention_with_output(q, k, v, out, layers[layer])
 
 
 @torch.library.impl(_library, "packed_select", "CompositeExplicitAutograd")
