@@ -99,7 +99,11 @@ def _check_one(
             logits = found.last_logits[0, -1]
             if kept and exact:
                 want = [found.kept[layer].tolist() for layer in spec.drop_layers]
-                assert kept == want, (len(kept[0]), len(want[0]), found.margins)
+                if kept != want:  # two blocks that weigh the same but for rounding, or a block at the very cut
+                    near = min(*found.gaps.values(), *found.margins.values())
+                    assert near < 1e-5, (found.gaps, found.margins)
+                    reference = OnRows(model, spec, kept)
+                    logits = reference.prefill(ids).last_logits[0, -1]
             if kept:
                 dropped += len(kept[-1]) < starts[i]["tokens"]
         elif i:

@@ -37,8 +37,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "max_num_seqs": 8,
     }  # fmt: skip
     engine = dict(case["engine"])
-    if engine.pop("enforce_cudagraphs_off", False):
-        own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": "NONE"}
+    if graphs := engine.pop("cudagraph_mode", None):
+        own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
     llm = LLM(case["model"], **(engine_options | own | engine))
     seen: list[Any] = []
     if steps.current() is not None:

@@ -28,7 +28,7 @@ def engine_args(**options: Any) -> dict[str, Any]:
     """
     _config(options)
     return {
-        "compilation_config": {"mode": 2, "backend": BACKEND, "custom_ops": ["none"]},
+        "compilation_config": {"mode": 2, "backend": BACKEND, "custom_ops": ["none"], "cudagraph_mode": "NONE"},
         # norms as torch spells them, which the inner backend fuses with what lies around them
         "kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
         "additional_config": {"uniprefill": dict(options)},
@@ -102,9 +102,19 @@ def check(vllm_config: Any) -> None:
         "window='position': vLLM's kernels count the rows of a cache; leave it out, or pass 'index'": windows
         and config.window == "position",
     }
+    _warn_of_graphs(compilation)
     for reason, holds in reasons.items():
         if holds:
             raise ServingError(f"uniprefill does not serve with {reason}.")
+
+
+def _warn_of_graphs(compilation: Any) -> None:
+    mode = getattr(compilation, "cudagraph_mode", None)
+    if mode is not None and mode.has_full_cudagraphs():
+        warnings.warn(
+            f"uniprefill: cudagraph_mode {mode.name} was not tested with dropping; 'NONE' was. Compare answers.",
+            stacklevel=3,
+        )
 
 
 def _windows(text_config: Any) -> bool:
