@@ -65,8 +65,8 @@ def check(
     assert not isinstance(served, str), served[-3000:]
     dropped = 0
     for name, request in requests.items():
-        for index, output in enumerate(served["outputs"].get(name, [])):
-            own = f"{index}_{name}" if request.get("n", 1) > 1 else name  # what vLLM calls its parts
+        for output in served["outputs"].get(name, []):
+            own = f"{output['index']}_{name}" if request.get("n", 1) > 1 else name  # what vLLM calls its parts
             prefills = [p for p in served["prefills"] if p["request"].split("-")[0] == own]
             dropped += _check_one(model, request["prompt"], output, prefills, request, options, tolerance)
     return dropped

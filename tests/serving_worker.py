@@ -43,7 +43,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     seen: list[Any] = []
     if steps.current() is not None:
         steps.current().watchers.append(seen)  # type: ignore[union-attr]
-    core, waiting, outputs = llm.llm_engine, dict(case["requests"]), {}
+    core, waiting = llm.llm_engine, dict(case["requests"])
+    outputs: dict[str, dict[int, Any]] = {}
     step = 0
     while waiting or core.has_unfinished_requests():
         for name, request in list(waiting.items()):
@@ -59,15 +60,17 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             if request.get("abort_at") == step:
                 core.abort_request([name])
         for output in core.step():
-            outputs[output.request_id] = output
+            for part in output.outputs:  # of n samples, those that went on
+                outputs.setdefault(output.request_id, {})[part.index] = part
         step += 1
     results = {
         name: [
             {
+                "index": o.index,
                 "tokens": list(o.token_ids),
                 "logprobs": [{t: v.logprob for t, v in at.items()} for at in o.logprobs or []],
             }
-            for o in output.outputs
+            for _, o in sorted(output.items())
         ]
         for name, output in outputs.items()
     }
