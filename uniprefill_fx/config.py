@@ -20,6 +20,7 @@ __all__ = [
     "PrefillConfig",
     "Preset",
     "auto_block_size",
+    "over_published",
     "published_for",
 ]
 
@@ -68,6 +69,14 @@ PUBLISHED: Mapping[tuple[str, int], Mapping[str, Any]] = {
 def published_for(model_type: str, num_hidden_layers: int) -> dict[str, Any]:
     """The published options of a model; empty when there are none."""
     return dict(PUBLISHED.get((model_type, num_hidden_layers), {}))
+
+
+def over_published(model_type: str, num_hidden_layers: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's options over the published ones of a model: its p only without a preset, nothing with drop layers."""
+    published = {} if "drop_layers" in options else published_for(model_type, num_hidden_layers)
+    if "preset" in options:
+        published.pop("p", None)
+    return {**published, **options}
 
 
 AUTO_BLOCKS = ((8192, 128), (65_536, 64))

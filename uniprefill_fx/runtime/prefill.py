@@ -81,7 +81,7 @@ class Prefill:
         self.padding = None if plan.padding is None else names.index(plan.padding.name)
         self.shown = None if plan.shown_input is None else names.index(plan.shown_input.name)
         self.batch = _size_input(dense.gm.graph, plan.batch)
-        self.released = _released(after.graph, steps)
+        self.released = released_after(after.graph, steps)
         self.marks = LengthMarks(dense.gm)
         self.grown = (0, 0)  # the length of the last prompt, and how often in a row it was one token longer
 
@@ -263,7 +263,7 @@ def _size_input(graph: fx.Graph, size: sympy.Expr) -> Callable[[Sequence[Any]], 
     return lambda args: number
 
 
-def _released(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:
+def released_after(graph: fx.Graph, steps: Sequence[tuple[Piece, Callable[..., Any]]]) -> list[list[fx.Node]]:
     """By step: the values that nothing reads after it."""
     last: dict[fx.Node, int] = {}
     for i, (piece, _) in enumerate(steps):

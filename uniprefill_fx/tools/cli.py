@@ -3,6 +3,7 @@
     uniprefill explain --model NAME_OR_FOLDER --prompt-file notes.txt --html report.html
     uniprefill demo    --model NAME_OR_FOLDER --prompt-file notes.txt --p 0.95
     uniprefill bench   --model model.gguf --tokens 4096 16384 --option drop_layers=[7,15] --json
+    uniprefill serve   MODEL --p 0.95 [any flag of vllm serve]
 
 Without a prompt file the prompt is made up: sentences with one fact among them. Results go to standard output, progress
 and errors to standard error. Exit status: 0, 2 for what you can mend, 130 after Ctrl-C.
@@ -37,7 +38,10 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["serve"]:  # all that it does not know are vLLM's flags
+        return int(importlib.import_module("uniprefill_fx.vllm.serve").main(given[1:]))
+    args = _parser().parse_args(given)
     try:
         options = options_of(args)
         check(args)

@@ -38,10 +38,10 @@ from uniprefill_fx.specs import DropSpec, SparseSpec
 
 @dataclass(frozen=True)
 class Drop:
-    """One drop: after which attention, what dropped tokens are frozen to, and how tokens are selected."""
+    """One drop: after which attention, what dropped tokens are frozen to (None: nobody sees them), how it selects."""
 
     attention: AttentionNode
-    residual: fx.Node
+    residual: fx.Node | None
     spec: DropSpec
 
 
@@ -176,7 +176,7 @@ def _prompt(graph: fx.Graph, attention_nodes: tuple[AttentionNode, ...], num_lay
         attention_nodes,
         num_layers,
         tokens=tokens,
-        count=_count_node(graph, tokens),
+        count=count_node(graph, tokens),
         level=dict.fromkeys(graph.nodes, 0),
         padding=padding,
         unpadded=() if padding is not None else masks,
@@ -273,7 +273,7 @@ def _padding_input(mask: fx.Node) -> fx.Node:
     return source
 
 
-def _count_node(graph: fx.Graph, tokens: sympy.Symbol) -> fx.Node:
+def count_node(graph: fx.Graph, tokens: sympy.Symbol) -> fx.Node:
     for node in graph.nodes:
         value = meta(node)
         if node.op == "placeholder" and isinstance(value, torch.SymInt) and expression(value) == tokens:

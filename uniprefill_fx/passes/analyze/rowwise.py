@@ -23,6 +23,7 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, RefusalError, refuse
 from uniprefill_fx.ops.mixer import bind
+from uniprefill_fx.passes.analyze.row_operators import is_row_operator, row_operator_kind
 from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kinds, Mixed, Rows, Same, State
 from uniprefill_fx.passes.analyze.rowwise_ops import FILLS, known_name
 from uniprefill_fx.passes.analyze.rowwise_regions import Regions
@@ -120,6 +121,10 @@ class _Checker:
             for read in node.all_input_nodes:
                 self._proven(read)
             self.kinds[node] = self.axes.plain(meta(node)) or Same()
+            return
+        if is_row_operator(node):
+            self.kinds[node] = kind = row_operator_kind(node, self.axes, lambda n: self.kind_of(n, node))
+            self._written(node, kind)
             return
         if acts_outside_the_graph(node) and any(self.kind_of(n, node) != Same() for n in node.all_input_nodes):
             raise _mixes(f"nothing says what `{name_of(node)}` does with rows, or with what is made of them")

@@ -179,7 +179,10 @@ class Regions:
         computed = node.op in ("call_function", "call_method")
         view = bool(effects(node).shares) and not effects(node).writes and bool(self.level.get(node))
         view = view and not any(isinstance(self.kind_of(n, node), Mixed) for n in node.all_input_nodes)
-        if computed and (whole or view or known_name(node) in FILLS | {"arange"}):
+        written = known_name(node) in FILLS and isinstance(kind, Rows)  # a buffer that now holds rows
+        if written and whole:
+            raise ProbeError(f"`{node.name}` holds whole numbers that were written into it")
+        if computed and not written and (whole or view or known_name(node) in FILLS | {"arange"}):
             for read in node.all_input_nodes:
                 self._make(read, node, runs)
             runs.run(node)

@@ -47,10 +47,10 @@ SPARSE_OPTIONS = "uniprefill_sparse"  # a placeholder: (sparse layers, fields of
 
 def drop_tokens(gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> fx.GraphModule:
     """The graph that drops as `plan` says; `gm` is left as it is. Node meta is not filled in: see `propagate`."""
-    return _Rewriter(gm, plan, config).run()
+    return Rewriter(gm, plan, config).run()
 
 
-class _Rewriter:
+class Rewriter:
     def __init__(self, gm: fx.GraphModule, plan: Plan, config: PrefillConfig) -> None:
         assert plan.count is not None and plan.tokens is not None
         self.gm, self.plan, self.config, self.tokens = gm, plan, config, plan.tokens

@@ -24,6 +24,7 @@ from uniprefill_fx.passes.schemas import overloads
 from uniprefill_fx.torch_internals import dispatch_in_python, fake_mode, hint_of, new_size
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
+KEPT = "uniprefill_kept"  # in the meta of a selection that returns kept indices alone: which drop it is
 FIRST_HINT = 1031  # and the next ones below it: each drop keeps fewer rows than the one before
 
 
@@ -110,7 +111,12 @@ class _Propagator(fx.Interpreter):
         return self.sizes[symbol]
 
     def run_node(self, n: fx.Node) -> Any:
-        value = self._select(n) if is_op(n, "select") else self._called(n)
+        if is_op(n, "select"):
+            value: Any = self._select(n)
+        elif KEPT in n.meta:
+            value = self._kept(n)
+        else:
+            value = self._called(n)
         n.meta["val"] = n.meta["example_value"] = value
         return value
 
@@ -156,6 +162,11 @@ class _Propagator(fx.Interpreter):
         if not set().union(*(s.free_symbols for s in sizes)) <= known:
             return value  # a number that only its data tells
         return self.values.setdefault((sizes, value.dtype, value.device, type(value)), value)
+
+    def _kept(self, n: fx.Node) -> torch.Tensor:
+        """The indices of a selection over packed requests, (1, kept): `kept` is backed, and equals no other length."""
+        like = next(value for a in n.all_input_nodes if isinstance(value := self.env[a], torch.Tensor))
+        return like.new_empty(1, self._new(sympy.Symbol(f"kept{n.meta[KEPT]}"), None), dtype=torch.int64)
 
     def _select(self, n: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         """`select` with a backed kept length, which equals no other length."""

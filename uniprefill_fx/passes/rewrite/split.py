@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,17 +29,21 @@ class Piece:
     selection: bool
 
 
-def split_at_selections(gm: fx.GraphModule) -> list[Piece]:
+def split_at_selections(gm: fx.GraphModule, outside: Callable[[fx.Node], bool] | None = None) -> list[Piece]:
     """The pieces of a graph, to be run one after the other. Program order is kept, so in-place writes stay in place.
+
+    Args:
+        outside: which nodes are not compiled; None: selections.
 
     Raises:
         RefusalError: a selection lies inside an autocast region, which no piece could hold whole.
     """
+    outside = outside or _selects
     runs: list[list[fx.Node]] = [[]]
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if _selects(node) != (len(runs) % 2 == 0):
+        if outside(node) != (len(runs) % 2 == 0):
             runs.append([])
         runs[-1].append(node)
     for nodes in runs:

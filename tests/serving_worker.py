@@ -1,0 +1,92 @@
+"""One engine of vLLM in a process of its own: runs requests by a schedule, and writes down what came out.
+
+    python serving_worker.py case.json result.json
+
+The case: `model`, `engine` (keyword arguments of LLM), `options` (of `engine_args`; null: a stock engine), `requests`
+(id -> prompt, max_tokens, n, extra_args, add_at: the step before which it is added, abort_at or null).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    import uniprefill_fx.vllm as served
+    from uniprefill_fx.vllm import plugin, steps
+
+    plugin.register()  # as vLLM does where the package is installed
+    own: dict[str, Any] = {"enable_prefix_caching": False}
+    if case["options"] is not None:
+        own = served.engine_args(**case["options"])
+    engine_options = {
+        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
+        "max_num_seqs": 8,
+    }  # fmt: skip
+    engine = dict(case["engine"])
+    if graphs := engine.pop("cudagraph_mode", None):
+        own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
+    llm = LLM(case["model"], **(engine_options | own | engine))
+    seen: list[Any] = []
+    if steps.current() is not None:
+        steps.current().watchers.append(seen)  # type: ignore[union-attr]
+    core, waiting = llm.llm_engine, dict(case["requests"])
+    outputs: dict[str, dict[int, Any]] = {}
+    step = 0
+    while waiting or core.has_unfinished_requests():
+        for name, request in list(waiting.items()):
+            if request.get("add_at", 0) <= step:
+                params = SamplingParams(
+                    max_tokens=request.get("max_tokens", 8), temperature=request.get("temperature", 0.0), logprobs=3,
+                    n=request.get("n", 1), detokenize=False, ignore_eos=True, seed=0,
+                    extra_args=request.get("extra_args"), prompt_logprobs=request.get("prompt_logprobs"),
+                )  # fmt: skip
+                core.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+                del waiting[name]
+        for name, request in case["requests"].items():
+            if request.get("abort_at") == step:
+                core.abort_request([name])
+        for output in core.step():
+            for part in output.outputs:  # of n samples, those that went on
+                outputs.setdefault(output.request_id, {})[part.index] = part
+        step += 1
+    results = {
+        name: [
+            {
+                "index": o.index,
+                "tokens": list(o.token_ids),
+                "logprobs": [{t: v.logprob for t, v in at.items()} for at in o.logprobs or []],
+            }
+            for _, o in sorted(output.items())
+        ]
+        for name, output in outputs.items()
+    }
+    prefills = [
+        {"request": name, "tokens": s.prompts[name], "dense": s.dense.get(name), "step": i,
+         "kept": [rows.tolist() for rows in s.kept.get(name, [])]}
+        for i, s in enumerate(seen) for name in (*s.dropping, *s.dense)
+    ]  # fmt: skip
+    from prometheus_client import REGISTRY
+
+    samples = [s for family in REGISTRY.collect() for s in family.samples if s.name.startswith("uniprefill:")]
+    counts = {"".join((s.name, *s.labels.values())): s.value for s in samples if s.name.endswith("_total")}
+    sizes = [list(s.tokens.values()) for s in seen]
+    return {"outputs": results, "prefills": prefills, "counts": counts, "steps": sizes}
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    target.write_text(json.dumps(run(json.loads(source.read_text()))))

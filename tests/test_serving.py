@@ -1,0 +1,71 @@
+"""Inside vLLM's CPU build: every answer is that of the eager reference for the request alone. Needs vllm."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_cases import OPTIONS, check, prompt, serve
+from tiny import tiny_llama
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (make test-vllm)")
+LLAMA: dict[str, Any] = {"layers": 4, "hidden_size": 128, "head_dim": 32, "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model, folder = tiny_llama(**LLAMA), tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_mixed_steps_and_reused_blocks(llama: tuple[Any, Path]) -> None:
+    """Prompts of several lengths arrive while others decode, in a cache that holds three of them at once."""
+    model, folder = llama
+    requests: dict[str, Any] = {
+        "alone": {"prompt": prompt(400, 0), "max_tokens": 32},
+        "short": {"prompt": prompt(50, 1), "max_tokens": 6, "add_at": 3},
+        "long": {"prompt": prompt(700, 2), "max_tokens": 12, "add_at": 3},
+        "late": {"prompt": prompt(301, 3), "max_tokens": 12, "add_at": 5},
+        "several": {"prompt": prompt(200, 4), "max_tokens": 5, "n": 2, "temperature": 1.0, "add_at": 34},
+        "aborted": {"prompt": prompt(350, 5), "max_tokens": 20, "add_at": 35, "abort_at": 37},
+        "own": {"prompt": prompt(333, 6), "extra_args": {"uniprefill": {"p": 0.5}}, "add_at": 36},
+        "off": {"prompt": prompt(260, 7), "extra_args": {"uniprefill": False}, "add_at": 36},
+        "asks": {"prompt": prompt(220, 8), "prompt_logprobs": 1, "add_at": 38},
+        "reuses": {"prompt": prompt(640, 9), "add_at": 40},
+        "again": {"prompt": prompt(500, 10), "add_at": 42},
+    }
+    served = serve(folder, requests, num_gpu_blocks_override=60)
+    assert check(model, served, requests) >= 8
+    reasons = {p["request"].split("-")[0]: p["dense"] for p in served["prefills"]}
+    assert reasons["short"] == "below min_tokens" and reasons["off"] == "disabled by the request"
+    assert "log-prob" in reasons["asks"] and reasons["alone"] is None
+    assert served["counts"]["uniprefill:requests_dense_totalbelow min_tokens"] == 1
+    kept, of = (served["counts"][f"uniprefill:{name}_tokens_total"] for name in ("kept", "prompt"))
+    assert 0 < kept < of == sum(p["tokens"] for p in served["prefills"] if p["dense"] is None)
+    assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
+
+
+def test_preempted_requests_resume(llama: tuple[Any, Path]) -> None:
+    model, folder = llama
+    requests = {f"r{i}": {"prompt": prompt(240 + i, 20 + i), "max_tokens": 40} for i in range(4)}
+    served = serve(folder, requests, num_gpu_blocks_override=18, block_size=64)
+    assert check(model, served, requests) > len(requests), "nothing was preempted"
+
+
+def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:
+    model, folder = llama
+    requests = {f"r{i}": {"prompt": prompt(length, 30 + i)} for i, length in enumerate((200, 300, 120))}
+    served = serve(folder, requests, enable_chunked_prefill=True, max_num_batched_tokens=256)
+    dropped = check(model, served, requests)
+    whole = "the prompt does not arrive whole (chunked prefill)"
+    assert served["counts"][f"uniprefill:requests_dense_total{whole}"] >= 1 and dropped >= 1
+
+
+def test_compiled_by_inductor(llama: tuple[Any, Path]) -> None:
+    model, folder = llama
+    options = OPTIONS | {"inner_backend": "inductor", "p": [0.9, 0.6]}
+    requests = {f"r{i}": {"prompt": prompt(n, 40 + i), "add_at": i} for i, n in enumerate((300, 460, 40))}
+    assert check(model, serve(folder, requests, options), requests, options) == 2

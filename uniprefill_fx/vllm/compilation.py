@@ -1,0 +1,215 @@
+"""What vLLM calls as its compile backend, and what runs in place of the model's graph.
+
+A step without a prompt that drops runs the model's graph, compiled as one by the inner backend. A step with one runs
+the rewritten graph: pieces between attention and selections are compiled, those of one structure once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.errors import Category, Refusal, StrictError
+from uniprefill_fx.lowering.devices import check_dtypes, runs_kernels
+from uniprefill_fx.lowering.inner import compile_whole, inner_backend
+from uniprefill_fx.lowering.pieces import compile_pieces
+from uniprefill_fx.passes.analyze import attention_nodes
+from uniprefill_fx.passes.analyze.plan import Plan
+from uniprefill_fx.passes.node_utils import copy_module, meta
+from uniprefill_fx.passes.normalize.fold_constants import fold_constants
+from uniprefill_fx.passes.normalize.functionalize import functionalize
+from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
+from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
+from uniprefill_fx.passes.rewrite.split import split_at_selections
+from uniprefill_fx.runtime.prefill import released_after
+from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops
+from uniprefill_fx.vllm.attention import Reader, layer_argument, layer_number, sinks_of
+from uniprefill_fx.vllm.normalize import normalize, one_token_count
+from uniprefill_fx.vllm.options import check, config_of
+from uniprefill_fx.vllm.plan import plan_served
+from uniprefill_fx.vllm.rewrite import drop_served, runs_outside
+from uniprefill_fx.vllm.select import select_packed
+from uniprefill_fx.vllm.steps import Steps, install
+
+log = logging.getLogger(__name__)
+
+
+def backend_of_engine() -> Callable[..., Any]:
+    """The compile backend of the engine that is being built: what `uniprefill_fx.vllm.backend` stands for.
+
+    Raises:
+        ServingError: the engine was asked for something with which answers could be wrong. OptionError: a bad option.
+    """
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    check(vllm_config)
+    return functools.partial(_backend, vllm_config, config_of(vllm_config))
+
+
+def _backend(
+    vllm_config: Any, config: PrefillConfig, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile the graph of a model.
+
+    Raises:
+        OptionError: an option does not fit the model. StrictError: with `strict`, when nothing can be dropped.
+    """
+    from vllm.forward_context import get_forward_context
+
+    if runs_kernels():
+        importlib.import_module("uniprefill_fx.lowering.cuda")
+    operators.register()
+    layers: Mapping[str, Any] = get_forward_context().no_compile_layers
+    steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None)
+    inner = inner_backend(config)
+    dropped = copy_module(gm)
+    plan = _planned(dropped, example_inputs, layers, config)
+    plain = compile_whole(inner, gm, example_inputs)
+    if plan.drops:
+        try:
+            after = drop_served(dropped, plan, config)
+            merge_gathers(after)
+            propagate(after, plan.batch)
+            pieces = split_at_selections(after, runs_outside)
+        except Exception as error:
+            if config.strict:
+                raise
+            log.warning("rewriting failed, every prompt stays dense", exc_info=error)
+            plan = Plan(plan.attention_nodes, plan.num_layers, (Refusal(Category.FAILURE, str(error), "report this"),))
+    if not plan.drops:
+        steps.reason = str(plan.refusals[-1]) if plan.refusals else "nothing to drop"
+        log.warning("uniprefill: every prompt stays dense: %s", "; ".join(map(str, plan.refusals)))
+        if config.strict:
+            raise StrictError(steps.reason)
+        install(steps)
+        hooks.install()
+        return plain
+    steps.drops = len(plan.drops)
+    ops.layers.update({a.path: layer_argument(a.node.args[4]) for a in plan.attention_nodes})
+    segment_of = _segments(plan, layers)
+    metadata.install(layers, segment_of)
+    install(steps)
+    hooks.install()
+    runs = list(zip(pieces, compile_pieces(pieces, inner), strict=True))
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Served(plain, after, runs, plan, steps, layers, segment_of, ranks)
+
+
+def _planned(gm: fx.GraphModule, inputs: Sequence[Any], layers: Mapping[str, Any], config: PrefillConfig) -> Plan:
+    one_token_count(inputs)
+    fold_constants(gm)
+    normalize(gm)
+    functionalize(gm)
+    reader = attention_nodes.register_reader(Reader(layers))
+    try:
+        found = attention_nodes.find_attention_nodes(gm.graph)
+    finally:
+        attention_nodes._READERS.remove(reader)
+    plan = plan_served(gm.graph, found, config)
+    for refusal in plan.refusals:
+        log.info("uniprefill: %s", refusal)
+    if plan.drops:
+        check_dtypes(config, meta(found[0].q).device)
+    return plan
+
+
+def _segments(plan: Plan, layers: Mapping[str, Any]) -> dict[str, int]:
+    """By name of a layer with a cache or a state: how many drops lie before it; those behind one only."""
+    after = [drop.attention.layer for drop in plan.drops]
+    found: dict[str, int] = {}
+    for name, layer in layers.items():
+        number = layer_number(name)
+        segment = 0 if number is None else sum(number > drop for drop in after)
+        if segment and hasattr(layer, "get_attn_backend"):
+            found[name] = segment
+    return found
+
+
+class Served:
+    """A compiled model of vLLM: its own graph for most steps, the rewritten one for those with prompts that drop."""
+
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        after: fx.GraphModule,
+        runs: Sequence[tuple[Any, Callable[..., Any]]],
+        plan: Plan,
+        steps: Steps,
+        layers: Mapping[str, Any],
+        segment_of: Mapping[str, int],
+        ranks: int,
+    ) -> None:
+        self.plain, self.runs, self.plan, self.steps, self.layers = plain, runs, plan, steps, layers
+        self.segment_of, self.ranks = segment_of, ranks
+        self.inputs = after.graph.find_nodes(op="placeholder")
+        self.output = after.graph.output_node().args[0]
+        self.released = released_after(after.graph, runs)
+        self.context: Any = None
+        ops.selecting[:] = [self.select]
+
+    def __call__(self, *args: Any) -> Any:
+        from vllm.forward_context import get_forward_context
+
+        self.context = context = get_forward_context()
+        if not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
+            return self.plain(*args)  # memory is measured: there are no requests
+        self._check_builders(context.attn_metadata)
+        for name in self.segment_of:
+            self._use_slots(name)
+        step = self.steps.step
+        if step is None or not step.dropping:
+            return self.plain(*args)
+        self.steps.ordered()
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
+        for (piece, run), released in zip(self.runs, self.released, strict=True):
+            operands = [values[n] for n in piece.inputs]
+            for node in released:
+                del values[node]
+            results = run(*operands)
+            del operands
+            values.update(zip(piece.outputs, results, strict=True))
+        return fx.node.map_arg(self.output, values.__getitem__)
+
+    def select(self, q: Tensor, k: Tensor, drop: int) -> Tensor:
+        """What `packed_select` does: choose, and prepare the metadata of the layers behind."""
+        step, attention = self.steps.step, self.plan.drops[drop].attention
+        assert step is not None and attention.spec is not None
+        sinks = sinks_of(self.layers[attention.path])
+        depths = [self.plan.depth(i) for i in range(len(self.plan.drops))]
+        rows, bounds = select_packed(q, k, step, drop, depths, attention.spec, sinks, self.ranks)
+        step.note_kept(rows, bounds)
+        for name, (start, end) in zip(step.order, bounds, strict=True):
+            if name in step.dropping:
+                self.steps.requests[name].dropped[drop] = step.tokens[name] - (end - start)
+        self._replan(drop + 1, [end for _, end in bounds])
+        return rows[None]
+
+    def _replan(self, segment: int, ends: list[int]) -> None:
+        made: dict[int, Any] = {}
+        for name in (n for n, s in self.segment_of.items() if s == segment):
+            build = metadata.builds[name]
+            if id(build.builder) not in made:
+                made[id(build.builder)] = build.builder.replan(build, self.steps, segment, ends)
+            self.context.attn_metadata[name] = made[id(build.builder)]
+            self._use_slots(name)
+
+    def _use_slots(self, name: str) -> None:
+        """Have a layer store keys where its own metadata says; the runner's slots are those of all tokens."""
+        slots = getattr(self.context.attn_metadata.get(name), "slot_mapping", None)
+        if slots is not None and isinstance(self.context.slot_mapping, dict):
+            self.context.slot_mapping[name] = slots
+
+    def _check_builders(self, held: Mapping[str, Any]) -> None:
+        for name in self.segment_of:
+            if name in held and name not in metadata.builds:
+                raise RuntimeError(
+                    f"uniprefill: the metadata of {name} was not built by its own builder: the engine made its "
+                    "attention groups before the model was compiled. Please report this, with the version of vLLM."
+                )

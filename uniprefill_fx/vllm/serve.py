@@ -1,0 +1,64 @@
+"""`uniprefill serve MODEL --p 0.95 [any flag of vllm serve]`: vLLM's server with what dropping needs.
+
+Says on standard error which flags it adds and why, and becomes `vllm serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from uniprefill_fx.config import OptionError
+from uniprefill_fx.tools.cli import options_of
+from uniprefill_fx.tools.cli_output import UserError
+from uniprefill_fx.vllm.options import engine_args
+
+WHY = {
+    "--compilation-config": "mode 2 hands this package the whole graph of the model",
+    "--kernel-config": "norms as torch spells them, which are fused with what lies around them",
+    "--additional-config": "the options",
+    "--no-enable-prefix-caching": "a cached block holds a token for the layers that kept it, and for no others",
+    "--no-enable-chunked-prefill": "a prompt drops tokens when it arrives whole; others stay dense",
+}
+
+
+def command_of(arguments: Sequence[str]) -> list[str]:
+    """`vllm serve` with the flags that are added.
+
+    Raises:
+        OptionError, UserError: a bad option. SystemExit: what argparse does not understand.
+    """
+    parser = argparse.ArgumentParser(prog="uniprefill serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model")
+    parser.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
+    own, others = parser.parse_known_args(arguments)
+    needed = engine_args(**options_of(own))
+    added: list[str] = []
+    for name, value in needed.items():
+        flag = name.replace("_", "-")
+        added += [f"--no-{flag}"] if value is False else [f"--{flag}", json.dumps(value)]
+    return ["vllm", "serve", own.model, *added, *others]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the server in place of this process; returns an exit status only if that fails."""
+    try:
+        command = command_of(arguments)
+    except (OptionError, UserError) as error:
+        print(f"uniprefill serve: {error}", file=sys.stderr)
+        return 2
+    for flag, why in WHY.items():
+        value: Any = command[command.index(flag) + 1] if not flag.startswith("--no-") else ""
+        print(f"uniprefill serve: {flag} {value}  ({why})", file=sys.stderr)
+    os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="uniprefill_metrics_"))
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        print('uniprefill_fx serve: there is no vllm here: pip install "uniprefill-fx[vllm]"', file=sys.stderr)
+    return 2
