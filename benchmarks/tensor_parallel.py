@@ -23,8 +23,10 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +84,7 @@ class Bench:
 
     def say(self, line: str) -> None:
         if self.rank == 0:
-            print(f"[{time.perf_counter() - self.began:6.1f} s] {line}", flush=True)
+            print(f"[{time.perf_counter() - self.began:6.1f} s] {line}", file=sys.stderr, flush=True)
 
     def allows(self, seconds: float) -> bool:
         """Whether so many seconds are left, on every rank alike."""
@@ -152,6 +154,7 @@ class Bench:
             if DROPPED in kinds:
                 self._same_rows(where, result)
                 result[f"{where}_next_token"] = int(logits[DROPPED].argmax())
+            self.save()
             self.say(f"{where} at {tokens:,} tokens: {times}")
 
     def _same_rows(self, where: str, result: dict[str, Any]) -> None:
@@ -190,11 +193,17 @@ class Bench:
         self.report["agreement_ms"] = self._alone(agree)
 
     def _alone(self, function: Callable[[], Any]) -> float:
+        """Milliseconds of one of 20 calls in a row, behind as many that warm up; the median of five times."""
+
+        def row() -> None:
+            for _ in range(20):
+                function()
+
+        row()
         times = []
-        for i in range(60):
+        for _ in range(5):
             dist.barrier()
-            timing = self.clock.time(function)
-            times += [timing.ms] if i >= 10 else []
+            times.append(self.clock.time(row).ms / 20)
         return statistics.median(times)
 
 
@@ -204,19 +213,22 @@ def main() -> None:
     parser.add_argument("--name", default="tensor_parallel_llama8b.json", help="its file name (%(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", help="prompt lengths (default: 32768 131072)")
     parser.add_argument("--layers", type=int, help="cut the model")
-    parser.add_argument("--compile-at", type=int, help="length of the first call")
+    parser.add_argument("--compile-at", type=int, help="length of the first call (default: the shortest)")
     parser.add_argument("--skip-one", action="store_true", help="do not measure one GPU")
     parser.add_argument("--budget", type=float, default=230, help="seconds; a model that no longer fits is skipped")
     parser.add_argument("--inner-backend", default="inductor")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, to see that it runs")
     args = parser.parse_args()
-    args.lengths = args.lengths or ([512, 1024] if args.dry_run else [32_768, 131_072])
+    args.lengths = sorted(args.lengths) if args.lengths else ([512, 1024] if args.dry_run else [32_768, 131_072])
     args.layers = args.layers or (4 if args.dry_run else 32)
-    args.compile_at = args.compile_at or (300 if args.dry_run else 8192)
+    args.compile_at = args.compile_at or args.lengths[0]
     if not args.dry_run:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if args.dry_run else "nccl")
     bench = Bench(args)
+    if bench.rank == 0:  # which piece is being compiled, and how long each took
+        logging.basicConfig(stream=sys.stderr, format="%(relativeCreated)9.0f ms %(message)s")
+        logging.getLogger("uniprefill_fx").setLevel(logging.INFO)
     try:
         with torch.inference_mode():
             bench.exchanges()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exactness import options_of
+from eager_reference import EagerReference
+from exactness import assert_near, options_of
 from split_models import FIRST, tiny_qwen3_moe
 from tiny import tiny_llama, token_ids
 from torch import Tensor, fx, nn
@@ -233,3 +234,23 @@ def test_a_collective_has_a_name() -> None:
     assert internals.collective_of(internals.collective("all_reduce")) == "all_reduce"
     assert internals.collective_of(torch.ops.aten.add.Tensor) == ""
     assert all(hasattr(nn.Module, name) for name in internals.backward_hook_methods())
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_fsdp_drops_where_no_hook_is_inside(layers: bool) -> None:
+    """Weights that are gathered before the compiled forward are plain tensors; hooks on layers break the graph."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = tiny_llama(2), dist.init_device_mesh("cpu", (1,))
+    model.compile(backend="uniprefill", options=options_of(FIRST))
+    for block in model.model.layers if layers else ():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ids = token_ids(300)
+    with torch.no_grad():  # FSDP itself does not run in inference mode
+        logits = model(ids, logits_to_keep=1).logits
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.dropped != layers
+    reference = EagerReference(tiny_llama(2), None if layers else FIRST).prefill(ids)
+    assert_near(logits, reference.last_logits)
+    assert layers or torch.equal(call.kept_indices[0], reference.kept[0])
