@@ -133,6 +133,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON; a file that is there gets one run more")
     parser.add_argument("--model", help="hub name, folder, GGUF file, or a needle checkpoint")
+    parser.add_argument("--tokenizer", help="folder, where that of --model is wrong (`gguf_tokenizer.py` makes one)")
     parser.add_argument("--text", type=Path, nargs="+", help="files in UTF-8 that prompts are windows of")
     parser.add_argument("--pairs", type=int, help="needle prompts with so many pairs in place of text")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16_384], help="(%(default)s)")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accuracy_tools import CHECKPOINTS
 from torch import Tensor, fx
+from transformers import AutoTokenizer
 
 import uniprefill_fx
 from uniprefill_fx.config import PrefillConfig
@@ -59,6 +60,8 @@ class Subject:
         self.args = args
         name = str(CHECKPOINTS / args.model) if (CHECKPOINTS / args.model).is_dir() else args.model
         self.model, self.tokenizer = load_model(name, args.device)
+        if args.tokenizer is not None:
+            self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         if args.device != "cpu":
             self.model = self.model.to(torch.bfloat16)
         self.runs: list[Prefill] = []
