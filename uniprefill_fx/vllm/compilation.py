@@ -83,6 +83,8 @@ def _backend(
                 raise
             log.warning("rewriting failed, every prompt stays dense", exc_info=error)
             plan = Plan(plan.attention_nodes, plan.num_layers, (Refusal(Category.FAILURE, str(error), "report this"),))
+    if not plan.attention_nodes:
+        return plain  # an encoder beside the decoder
     if not plan.drops:
         steps.reason = str(plan.refusals[-1]) if plan.refusals else "nothing to drop"
         log.warning("uniprefill: every prompt stays dense: %s", "; ".join(map(str, plan.refusals)))
@@ -90,7 +92,7 @@ def _backend(
             raise StrictError(steps.reason)
         install(steps)
         hooks.install()
-        return plain
+        return functools.partial(_run_plain, steps, plain)  # which holds the steps
     steps.drops = len(plan.drops)
     ops.layers.update({a.path: layer_argument(a.node.args[4]) for a in plan.attention_nodes})
     segment_of = _segments(plan, layers)
@@ -100,6 +102,10 @@ def _backend(
     runs = list(zip(pieces, compile_pieces(pieces, inner), strict=True))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return Served(plain, after, runs, plan, steps, layers, segment_of, ranks)
+
+
+def _run_plain(steps: Steps, plain: Callable[..., Any], *args: Any) -> Any:
+    return plain(*args)
 
 
 def _planned(gm: fx.GraphModule, inputs: Sequence[Any], layers: Mapping[str, Any], config: PrefillConfig) -> Plan:

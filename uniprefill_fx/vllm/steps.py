@@ -7,8 +7,10 @@ with a reason. After that each layer's cache holds fewer tokens of it than there
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,16 +187,27 @@ class Steps:
         return [r.dropped[segment - 1] if r is not None and segment <= len(r.dropped) else 0 for r in found]
 
 
-_current: list[Steps] = []
+_current: list[weakref.ref[Steps]] = []  # the compiled model holds it
 
 
 def current() -> Steps | None:
     """The engine in this process that was asked to drop, None without one."""
-    return _current[-1] if _current else None
+    return _current[-1]() if _current else None
 
 
 def install(steps: Steps) -> None:
-    _current[:] = [steps]
+    """Make `steps` those of the engine in this process.
+
+    Raises:
+        RuntimeError: another engine in this process drops tokens: which one a step is of could not be told.
+    """
+    gc.collect()  # an engine that is gone leaves cycles
+    if current() is not None:
+        raise RuntimeError(
+            "uniprefill: a second engine in one process asks for dropping; run each in a process of its own "
+            "(VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+        )
+    _current[:] = [weakref.ref(steps)]
 
 
 def last_step() -> Step | None:
