@@ -1,7 +1,7 @@
 """Counters beside vLLM's own, at its metrics endpoint.
 
 The endpoint is in the process of the server and the counting in that of the engine: prometheus_client carries one to
-the other where PROMETHEUS_MULTIPROC_DIR names a folder, which `python -m uniprefill_fx serve` sees to.
+the other where PROMETHEUS_MULTIPROC_DIR names a folder, which `uniprefill serve` sees to.
 """
 
 from __future__ import annotations
