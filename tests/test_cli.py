@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -119,6 +120,25 @@ def test_module() -> None:
 
 
 @pytest.mark.slow
+def test_serve_becomes_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the flags that dropping needs, all said; without vllm, what to install."""
+    became: list[list[str]] = []
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "execvp", lambda file, command: became.append(command))
+    main(["serve", "some/model", "--preset", "fast", "--port", "8001"])
+    (command,) = became
+    assert command[:3] == ["vllm", "serve", "some/model"] and command[-2:] == ["--port", "8001"]
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"uniprefill": {"preset": "fast"}}
+    said = capsys.readouterr().err
+    assert all(flag in said for flag in command if flag.startswith("--") and flag != "--port")
+    monkeypatch.undo()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    assert main(["serve", "some/model"]) == 2 and "there is no vllm here" in capsys.readouterr().err
+
+
 def test_text(model: str, prompt: Path) -> None:
     """Without --json it prints the table."""
     done = start("explain", "--model", model, "--prompt-file", str(prompt), *OPTIONS)

@@ -125,7 +125,7 @@ def test_as_it_was(page: Any, report: Explanation) -> None:
     assert page.inner_text("#cache") == percent(report.savings.kv_saved)
     assert page.inner_text("#left") == percent(1 - len(report.call.kept_indices[2]) / TOKENS)
     assert page.input_value("#p") == str(P[0])
-    assert " s of " in page.inner_text("#timed")
+    assert " s instead of " in page.inner_text("#timed")
     assert page.locator("#presets button[aria-pressed=true]").inner_text() == "as it was"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import uniprefill_fx
-from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.config import PRESETS, OptionError, PrefillConfig
 from uniprefill_fx.errors import StrictError
 from uniprefill_fx.tools.cli_output import Progress, UserError, say
 
@@ -34,6 +34,7 @@ COMMANDS = {
     "demo": "one prompt dense and dropped: layers, time to the first token, answers, KL of the next token",
     "bench": "time to the first token, dense and dropped, by length",
 }
+SERVE = "serve", "vLLM's server with dropping, and all of its flags: uniprefill serve MODEL --p 0.95"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,13 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="uniprefill", description=__doc__, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"uniprefill-fx {uniprefill_fx.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join((*COMMANDS, SERVE[0])))
+    commands.add_parser(SERVE[0], help=SERVE[1])
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("--model", required=True, help="hub name, folder, or GGUF file")
         command.add_argument("--prompt-file", type=Path, help="text; token ids for a model without a tokenizer")
         command.add_argument("--chat", action="store_true", help="the prompt is a user's turn: apply the chat template")
         command.add_argument("--tokens", type=_positive, nargs="+", help="lengths: cuts the file's start, or made up")
+        command.add_argument("--preset", choices=tuple(PRESETS), help="how much stays; quality unless --p says it")
         command.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
         command.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
         command.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
@@ -97,7 +100,10 @@ def _positive(text: str) -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The backend's options from --p, --option and --inner-backend; a value that is no literal is a string."""
+    """The backend's options from --preset, --p, --option and --inner-backend, those of them that the command has.
+
+    A value that is no literal is a string.
+    """
 
     def value(text: str) -> Any:
         try:
@@ -105,7 +111,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             return text
 
-    options: dict[str, Any] = {} if args.inner_backend is None else {"inner_backend": args.inner_backend}
+    chosen = {name: getattr(args, name, None) for name in ("inner_backend", "preset")}
+    options: dict[str, Any] = {name: text for name, text in chosen.items() if text is not None}
     if args.p is not None:
         options["p"] = value(args.p)
     for text in args.option:

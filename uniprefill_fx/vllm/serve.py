@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from uniprefill_fx.config import OptionError
+from uniprefill_fx.config import PRESETS, OptionError
 from uniprefill_fx.tools.cli import options_of
 from uniprefill_fx.tools.cli_output import UserError
 from uniprefill_fx.vllm.options import engine_args
@@ -35,6 +35,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     """
     parser = argparse.ArgumentParser(prog="uniprefill serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("model")
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="how much stays; quality unless --p says it")
     parser.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
     own, others = parser.parse_known_args(arguments)
@@ -60,5 +61,5 @@ def main(arguments: Sequence[str]) -> int:
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        print('uniprefill_fx serve: there is no vllm here: pip install "uniprefill-fx[vllm]"', file=sys.stderr)
+        print('uniprefill serve: there is no vllm here: pip install ".[vllm]" in a checkout', file=sys.stderr)
     return 2

@@ -118,7 +118,7 @@ if (w) {
     at("left").textContent = saved(1 - state.levels.at(-1).length / w.tokens);
     const seconds = ran < most ? whole + (used - most) * (once - whole) / (ran - most) : whole;
     at("time").textContent = saved(1 - Math.max(0, seconds) / whole);
-    at("timed").textContent = "of the time saved: " + Math.max(0, seconds).toFixed(2) + " s of " + whole.toFixed(2) +
+    at("timed").textContent = "of the time saved: " + Math.max(0, seconds).toFixed(2) + " s instead of " + whole.toFixed(2) +
       " s, between two runs that were timed here";
     at("chosen").textContent = state.ps === null ? "as it was" : [...new Set(state.ps)].join(", ");
     for (const button of at("presets").children) {
