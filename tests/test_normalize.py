@@ -89,6 +89,57 @@ def test_a_write_that_is_seen_under_another_name_stays(function: Callable[..., A
     assert count == 0 and "iadd" in calls(gm)
 
 
+def of_a_view(x: Tensor) -> Tensor:
+    y = x.clone()
+    row = y[0]
+    row += 1
+    row *= 2
+    return y
+
+
+def in_a_chain(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.clamp_(0).mul_(3).add_(1)
+    return y
+
+
+def of_a_view_in_a_chain(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0].mul_(2).sub_(3)
+    return y * 2
+
+
+def of_the_input_in_a_chain(x: Tensor) -> Tensor:
+    x.mul_(2).add_(1)
+    return x.sum(0)
+
+
+def behind_a_write_that_stays(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.clone()
+    earlier = y.clamp_(0)
+    y.mul_(3)
+    return earlier, y
+
+
+def into_zeros(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[0].copy_(x[0]).add_(1)
+    return y
+
+
+CHAINS = [of_a_view, in_a_chain, of_a_view_in_a_chain, of_the_input_in_a_chain, behind_a_write_that_stays, into_zeros]
+
+
+@pytest.mark.parametrize("function", CHAINS)
+def test_no_write_of_a_chain_is_lost(function: Callable[..., Any]) -> None:
+    applied(functionalize, function, X.clone())
+    got, want = X.clone(), X.clone()
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(function, backend="uniprefill", options={"inner_backend": "eager"})
+    torch.testing.assert_close(compiled(got), function(want))
+    torch.testing.assert_close(got, want)
+
+
 # -- expand layer ops -------------------------------------------------------------------------------------------------
 
 

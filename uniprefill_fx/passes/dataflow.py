@@ -36,23 +36,18 @@ def written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     return effects(node).writes
 
 
-def aliases(node: fx.Node, through_writes: bool = True) -> list[fx.Node]:
+def aliases(node: fx.Node, without: fx.Node | None = None) -> list[fx.Node]:
     """Nodes that may share storage with `node`: views of it, what it is a view of, and results of writes to it.
 
-    `through_writes=False` leaves out the results of in-place operations, which are the written tensor itself.
+    without: a node that is left out, with all that is reached through it alone.
     """
     found: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
         current = pending.pop()
-        if current in found:
+        if current in found or current is without:
             continue
         found[current] = None
-        own = effects(current)
-        if through_writes or not own.writes:
-            pending.extend(own.shares)
-        for user in current.users:
-            its = effects(user)
-            if current in its.shares and (through_writes or not its.writes):
-                pending.append(user)
+        pending.extend(effects(current).shares)
+        pending.extend(user for user in current.users if current in effects(user).shares)
     return [n for n in found if isinstance(meta(n), torch.Tensor | tuple | list) or n is node]

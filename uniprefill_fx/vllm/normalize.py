@@ -82,7 +82,7 @@ def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
     assert isinstance(x, fx.Node) and isinstance(residual, fx.Node)
     for written in (x, residual):
-        others = [a for a in aliases(written, through_writes=False) if a is not written]
+        others = [a for a in aliases(written, without=node) if a is not written]
         if any(order[user] > order[node] for alias in others for user in alias.users):
             return  # read under another name
     with graph.inserting_before(node):

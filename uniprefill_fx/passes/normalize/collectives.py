@@ -38,7 +38,7 @@ def _read_sum(copy: fx.Node, order: dict[fx.Node, int]) -> bool:
     same = shape(target) == shape(source) and meta(target).dtype == meta(source).dtype
     if collective_name(source) != "wait_tensor" or list(source.users) != [copy] or not same:
         return False
-    for alias in aliases(target, through_writes=False):
+    for alias in aliases(target, without=copy):
         read = any(order[user] > order[copy] for user in alias.users)
         if alias.op == "placeholder" or (read and alias is not target and order[alias] < order[copy]):
             return False

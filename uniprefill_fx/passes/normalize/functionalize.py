@@ -67,14 +67,17 @@ def _keeps_type(node: fx.Node) -> bool:
 
 
 def _read_later(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
-    """Who reads the target after the write; None if it has another name, or views that are read then."""
+    """Who reads the target after the write; None if it has another name that is read then, or was there before.
+
+    Other names are views, and the results of earlier writes that stay in place.
+    """
     target = node.args[0]
-    if not isinstance(target, fx.Node) or target.op == "placeholder":
+    if not isinstance(target, fx.Node):
         return None
     later: list[fx.Node] = []
-    for alias in aliases(target, through_writes=False):
+    for alias in aliases(target, without=node):
         readers = [user for user in alias.users if user is not node and order[user] > order[node]]
-        if alias.op == "placeholder" or (readers and alias is not target):
+        if alias.op in ("placeholder", "get_attr") or (readers and alias is not target):
             return None
         later += readers
     return later
