@@ -61,6 +61,7 @@ def test_architectures_without_the_path(monkeypatch: pytest.MonkeyPatch) -> None
         importlib.import_module("architectures")
 
 
+@pytest.mark.slow
 def test_own_selection_against_the_reference(subject: Any) -> None:
     """Answers, the first distribution, rows and KL are those of the eager reference."""
     prompt = tools.make_prompt(CELL, 0)

@@ -38,6 +38,8 @@ def test_what_is_given_beside_a_preset_wins() -> None:
         class config:
             model_type, num_hidden_layers = "gemma3_text", 48
 
+        def __call__(self) -> None: ...
+
     published = {"drop_layers": (29, 35, 41), "p": 0.975}
     assert options_for(Model(), {}) == published
     assert options_for(Model(), {"preset": "fast"}) == {"drop_layers": (29, 35, 41), "preset": "fast"}

@@ -106,7 +106,13 @@ def twelve_lengths(model: Compiled, mark: Callable[[Tensor], None] = lambda ids:
         assert done.dropped and done.tokens == length
 
 
-@pytest.mark.parametrize("name", [*BUILD, *QUICK])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("falcon_h1", "gemma2") else [])
+        for name in (*BUILD, *QUICK)
+    ],
+)
 def test_case_13_nothing_is_as_large_as_tokens_by_tokens(name: str) -> None:
     if name in BUILD:
         model, drops = BUILD[name][0](), BUILD[name][1].drop_layers

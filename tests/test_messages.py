@@ -22,6 +22,7 @@ TRUTH = ("True or False", "Pass a bool, not a number or a string.")
 
 # By option: a value that is refused, what the message says is allowed, and its hint.
 REFUSED: dict[str, tuple[Any, str, str]] = {
+    "preset": ("balance", "'quality', 'balanced', 'fast'", "Did you mean 'balanced'?"),
     "p": (2, f"{FRACTION}, or 'auto'", "p=1.0 keeps every token."),
     "block_size": (0, "an integer of at least 1, or 'auto'", "The default is 64 tokens."),
     "last_n": (0, "an integer of at least 1", "The last queries score the blocks, so there must be at least one."),

@@ -22,7 +22,8 @@ class Checkout(metadata.Distribution):
     def __init__(self, version: str) -> None:
         self.files_read = {
             "METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {version}\n",
-            "entry_points.txt": f"[torch_dynamo_backends]\n{NAME} = {TARGET}:{NAME}\n",
+            "entry_points.txt": f"[torch_dynamo_backends]\n{NAME} = {TARGET}:{NAME}\n"
+            "[vllm.general_plugins]\nuniprefill = uniprefill_fx.vllm.plugin:register\n",
         }
 
     def read_text(self, filename: str) -> str | None:
