@@ -145,6 +145,7 @@ def test_blocks_left_out(correction: bool) -> None:
     assert found.drift[0] == 0.0 < found.drift[1], "the first layer's keys and values come before any block is left out"
 
 
+@pytest.mark.slow
 def test_blocks_left_out_and_tokens_dropped() -> None:
     """Behind a drop, blocks are of the rows that stay; with every block computed nothing is lost to blocks."""
     ids, drop = token_ids(400), {"drop_layers": [0], "p": 0.7, **SHARP}

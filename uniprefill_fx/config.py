@@ -46,7 +46,7 @@ class Preset:
     def p(self, depth: float) -> float:
         """The p of a drop after a layer that ends this share of the decoder, in (0, 1]."""
         late = min(max(3 * depth - 1, 0.0), 1.0)
-        return round(self.early + (self.late - self.early) * late, 6)
+        return round(self.early + (self.late - self.early) * late, 3)
 
 
 PRESETS: Mapping[str, Preset] = {
