@@ -127,6 +127,42 @@ def test_an_override_around_it() -> None:
         assert calibrate(tiny_llama(2), [token_ids(300)], **given) == want
 
 
+class Biased(torch.nn.Module):
+    """A decoder whose logits get `bias`, (vocabulary,), added."""
+
+    def __init__(self, model: Any, bias: Tensor) -> None:
+        super().__init__()
+        self.model, self.bias = model, torch.nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids, use_cache=False).logits + self.bias
+
+
+def biased(value: float) -> Biased:
+    model = tiny_llama(2)
+    bias = torch.zeros(model.config.vocab_size)
+    bias[-3:] = value
+    return Biased(model, bias)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_padded_vocabulary(count: int) -> None:
+    """Rows of the head that are no tokens have logits of -inf: they add nothing, and the budget holds."""
+    prompts = [token_ids(200, seed=seed) for seed in range(count)]
+    given: dict[str, Any] = {"drop_layers": [0], "grid": (0.5,), **SHARP}
+    assert calibrate(biased(-math.inf), prompts, max_kl=1e-12, **given).options["p"] == [1.0]
+    loose, large = (calibrate(biased(value), prompts, max_kl=5.0, **given) for value in (-math.inf, -1e4))
+    assert loose.kl == pytest.approx(large.kl, rel=1e-6) and loose.kl > 0 and loose.options["p"] == [0.5]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_kl_that_is_not_finite(value: float) -> None:
+    """It is in no budget, and the message names the prompt."""
+    prompts = [token_ids(200, seed=seed) for seed in range(2)]
+    with pytest.raises(ValueError, match=r"prompt 0 \(200 tokens\): the KL divergence from dense is nan"):
+        calibrate(biased(value), prompts, drop_layers=[0], grid=(0.5,), **SHARP)
+
+
 @pytest.mark.slow
 def test_the_model_is_left_alone() -> None:
     model, ids = tiny_llama(3), token_ids(300)

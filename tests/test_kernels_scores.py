@@ -9,6 +9,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton_worker import Run
 
 from uniprefill_fx.kernels.block_scores.kernel import block_scores
@@ -121,6 +123,34 @@ def test_scores_are_those_of_float64(run: Run, case: Case) -> None:
 @each_case
 def test_twin_agrees_with_float64(case: Case) -> None:
     assert_near(block_scores_reference(**case.arguments()), exact(**case.arguments()), 1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that an operator made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+def test_a_block_longer_than_the_prompt_is_one_block() -> None:
+    """Memory does not grow with it."""
+    arguments = CASES["one block"].arguments()
+    with Largest() as largest:
+        got = block_scores_reference(**arguments | {"block_size": 10**8})
+    assert_near(got, exact(**arguments), 1e-5)
+    assert largest.numel < 10**4
+
+
+def test_more_queries_than_any_prompt_has(run: Run) -> None:
+    """Nothing is laid out for them: 2³¹ - 1 rows a head would fit no memory."""
+    arguments = CASES["one block"].arguments() | {"last_n": 2**31 - 1}
+    want = exact(**arguments)
+    assert_near(run(block_scores, **arguments), want, 3e-6 * run.slack)
+    assert_near(block_scores_reference(**arguments), want, 1e-5)
 
 
 @pytest.mark.parametrize("softcap", [1.0, 30.0])

@@ -72,12 +72,14 @@ def test_p_may_not_be_none() -> None:
     ("option", "minimum"), [("block_size", 1), ("last_n", 1), ("sink_tokens", 0), ("min_tokens", 0)]
 )
 def test_integers(option: str, minimum: int) -> None:
-    for value in (minimum, 4096, np.int32(7)):
+    for value in (minimum, 4096, np.int32(7), 2**31 - 1):
         stored = getattr(PrefillConfig.from_options({option: value}), option)
         assert type(stored) is int
         assert stored == value
     for bad in (minimum - 1, -64, True, False, 64.0, float("nan"), "64", None, [64]):
         refuse({option: bad}, option, bad, f"an integer of at least {minimum}")
+    for large in (2**31, 2**63, 10**100, np.int64(2**31)):
+        refuse({option: large}, option, large, "an integer of at most 2147483647")
 
 
 # Choices and flags

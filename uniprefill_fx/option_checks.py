@@ -84,12 +84,18 @@ def _is_fraction(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool) and bool(0 < value <= 1)  # type: ignore[operator]
 
 
+MOST = 2**31 - 1
+"""The largest integer of an option: more than any prompt has tokens, and sums of two fit into an int64 of the ops."""
+
+
 def integer(minimum: int, hint: str) -> Check:
-    """An integer of at least `minimum`."""
+    """An integer from `minimum` to `MOST`."""
 
     def check(option: str, value: object) -> int:
         if not _is_integer(value) or value < minimum:
             raise OptionError(option, value, f"an integer of at least {minimum}", hint)
+        if value > MOST:
+            raise OptionError(option, value, f"an integer of at most {MOST}", "No prompt is longer.")
         return int(value)
 
     return check

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniprefill_fx.kernels.block_scores.naive import queries_at_most
 from uniprefill_fx.kernels.checks import check_scores, tiles_for_scores
 from uniprefill_fx.kernels.common import bounds_of, check_bounds, on_device, tanh
 from uniprefill_fx.kernels.tiles import Tiles, blocks_of_a_tile
@@ -241,6 +242,7 @@ def block_scores(
     groups, fp8 = heads // kv_heads, dtype == "fp8"
     block_pad, dim_pad = triton.next_power_of_2(block_size), max(16, triton.next_power_of_2(head_dim))
     blocks_a_tile, blocks = blocks_of_a_tile(tiles, block_size), triton.cdiv(columns, block_size)
+    last_n = queries_at_most(last_n, columns)
     key_tiles, row_tiles = triton.cdiv(blocks, blocks_a_tile), triton.cdiv(groups * last_n, tiles.rows)
     strides = q.stride()[:3]
     shape = {"LAST_N": last_n, "GROUPS": groups, "HEAD_DIM": head_dim, "DIM_PAD": dim_pad, "ROWS": tiles.rows}

@@ -35,6 +35,7 @@ def block_scores_reference(
     dtype of operands (but for fp8's rounding), logits, softmax, sums and scores. token_bounds: any integers, anywhere.
     """
     batch, heads, columns, _ = q.shape
+    last_n = queries_at_most(last_n, columns)
     scores = torch.zeros(batch, -(-columns // block_size), dtype=sums, device=q.device)
     for r, (start, end) in enumerate(token_bounds.tolist()):
         length = end - start
@@ -56,9 +57,19 @@ def block_scores_reference(
                 logits = torch.cat([logits, sink], -1)
             mass += logits.softmax(-1)[..., :length].sum((0, 1))
         blocks = -(-length // block_size)
-        padded = torch.nn.functional.pad(mass, (0, blocks * block_size - length))
-        scores[r, :blocks] = padded.view(blocks, block_size).sum(-1)
+        width = min(block_size, length)  # a longer block would only be padding
+        padded = torch.nn.functional.pad(mass, (0, blocks * width - length))
+        scores[r, :blocks] = padded.view(blocks, width).sum(-1)
     return scores
+
+
+def queries_at_most(last_n: int, columns: int) -> int:
+    """`last_n`, or less where no request has so many queries: memory must not grow with queries that are not there.
+
+    A power of two, so that kernels are compiled for few lengths, and no less than 1,024, so that which rows of a short
+    request share a scale of fp8 does not hang on what else is in its batch.
+    """
+    return min(last_n, 1 << max(columns - 1, 1023).bit_length())
 
 
 def _rounded(queries: Tensor, keys: Tensor, last_n: int, block_size: int, tiles: Tiles | None) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,8 @@ def calibrate(
 
     Raises:
         OptionError: an unknown option or a bad value.
-        ValueError: no prompts, batches of them or too short ones, or a bad budget, grid or number of positions.
+        ValueError: no prompts, batches of them or too short ones, or a bad budget, grid or number of positions; a
+            prompt whose KL divergence is not finite.
         RuntimeError: nothing can be dropped, or a prompt ran dense, so nothing can be measured with it; the message
             has the reason.
     """
@@ -143,6 +144,13 @@ def calibrate(
             found = path[-1]
         measured = search.measure(found)
     return _result(trial, [steps[i] for i in found], measured, unseen, max_kl, given)
+
+
+def _kl(dense: Tensor, logprobs: Tensor) -> float:
+    """KL divergence, in nats, of `logprobs` from `dense`, both (positions, vocabulary) float64, averaged over
+    positions. A token that dense never takes adds nothing: p·log(p/q) goes to 0 with p, whatever q is."""
+    p = dense.exp()
+    return float((p * (dense - logprobs)).where(p > 0, 0.0).where(~dense.isnan(), math.nan).sum(-1).mean())
 
 
 def _single(ids: Tensor) -> Tensor:
@@ -215,11 +223,18 @@ class _Trial:
         kls, fractions, chosen = [], [], self.held_out if held_out else self.searched
         kept = dict.fromkeys(self.layers, 0.0)
         with override(p=[*ps, *([1.0] * len(self.last))]):
-            for ids, dense in ((self.prompts[i], self.dense[i]) for i in chosen):
+            for i in chosen:
+                ids, dense = self.prompts[i], self.dense[i]
                 logprobs, call = self._logprobs(ids)
                 if not call.dropped or call.tokens != ids.shape[1]:
                     raise RuntimeError(f"a prompt of {ids.shape[1]} tokens ran dense: {call.reason}")
-                kls.append(float((dense.exp() * (dense - logprobs)).sum(-1).mean()))
+                kl = _kl(dense, logprobs)
+                if not math.isfinite(kl):
+                    raise ValueError(
+                        f"prompt {i} ({ids.shape[1]} tokens): the KL divergence from dense is {kl} at p={list(ps)}: "
+                        "wanted next-token distributions without NaN, and no token with logit -inf after dropping alone"
+                    )
+                kls.append(kl)
                 fractions.append(call.compute_fraction)
                 for layer in self.layers:
                     kept[layer] += len(call.kept_indices[layer]) / ids.shape[1] / len(chosen)

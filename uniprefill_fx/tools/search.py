@@ -103,7 +103,7 @@ class Search:
         for index in range(at[i] + 1, len(self.steps)):
             to = (*at[:i], index, *at[i + 1 :])
             after = self.measure(to)
-            if after.bound > self.max_kl:
+            if not after.bound <= self.max_kl:  # NaN is not within it
                 return None
             saved = before.compute_fraction - after.compute_fraction
             if saved >= STEP:

@@ -11,18 +11,17 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.vllm.request_options import config_of_request
 
 log = logging.getLogger(__name__)
-PER_REQUEST = frozenset("preset p keep_ratio block_size last_n sink_tokens min_tokens".split())
-"""Options that a request may bring in `SamplingParams.extra_args`."""
 
 
 @dataclass
@@ -121,18 +120,9 @@ class Steps:
         if params.prompt_logprobs is not None:
             return None, "prompt log-probabilities are asked for"
         own = (params.extra_args or {}).get("uniprefill", True)
-        if own is False:
-            return None, "disabled by the request"
-        if own is True:
-            return self.config, None
         try:
-            unknown = sorted(set(own) - PER_REQUEST) if isinstance(own, Mapping) else [own]
-            if unknown:
-                raise OptionError("uniprefill", own, f"false, or options among {sorted(PER_REQUEST)}", "Remove it.")
-            config = replace(self.config, **own)
-            for drop in range(self.drops):
-                config.kept_for(drop, self.drops, 1.0)  # raises for lists of another length
-            return config, None
+            config = config_of_request(own, self.config, self.drops)
+            return config, "disabled by the request" if config is None else None
         except OptionError as error:
             log.warning("request %s stays dense: %s", new.req_id, error)
             return None, "options that are not understood"
