@@ -172,12 +172,12 @@ batch_norm: writes -, shares -
 batch_norm that trains: writes w, shares -
 copy_: writes x, shares x
 index_copy_: writes x, shares x
-foreach: writes x,z, shares x,z
-vLLM's attention: writes z, shares z
-a packet, by keyword: writes z, shares z
-two by mutation: writes x,z, shares x,z
-a list, and None: writes y,z, shares y,z
-a list, and another: writes y,z, shares y,z
+foreach: writes x,z, shares -
+vLLM's attention: writes z, shares -
+a packet, by keyword: writes z, shares -
+two by mutation: writes x,z, shares -
+a list, and None: writes y,z, shares -
+a list, and another: writes y,z, shares -
 linear: writes -, shares -
 size: writes -, shares -""",
     )

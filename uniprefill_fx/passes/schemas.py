@@ -177,6 +177,8 @@ def _declared(node: fx.Node, found: tuple[OpOverload, ...]) -> Effects | None:
     writes += _unmarked(node)
     if not writes and not shares and any(is_composite(o) for o in found):
         return None
+    if not any(schema_of(o).returns for o in found):
+        shares = []  # nothing is returned that could share storage
     return Effects(tuple(dict.fromkeys(writes)), tuple(dict.fromkeys(shares)))
 
 
