@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,3 +34,34 @@ def test_refused(own: Any, part: str) -> None:
     with pytest.raises(OptionError) as raised:
         config_of_request(own, ENGINE, 2)
     assert str(raised.value).startswith(part)
+
+
+ENGINES = {"p": ENGINE, "top_k": replace(ENGINE, selection="top_k", keep_ratio=(0.9, 0.8)), "preset": PrefillConfig()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("own", "kept"),
+    [
+        ({"p": 0.5}, [(0.5, None)] * 2),
+        ({"p": [0.9, 0.5]}, [(0.9, None), (0.5, None)]),
+        ({"preset": "fast"}, [(0.9, None), (0.7, None)]),  # as docs/choosing-p.md has it, at depths 1/3 and 1
+        ({"preset": "fast", "p": 0.6}, [(0.6, None)] * 2),
+        ({"p": "auto"}, [(0.999, None), (0.95, None)]),
+        ({"keep_ratio": 0.3}, [(None, 0.3)] * 2),
+    ],
+    ids=str,
+)
+def test_how_much_is_kept_is_what_the_request_says(engine: str, own: dict[str, Any], kept: list[Any]) -> None:
+    """Whatever the engine has; its other options stay."""
+    config = config_of_request(own, ENGINES[engine], 2)
+    assert config is not None
+    assert [config.kept_for(0, 2, 1 / 3), config.kept_for(1, 2, 1.0)] == kept
+    assert config.block_size == ENGINES[engine].block_size and config.drop_layers == ENGINES[engine].drop_layers
+
+
+def test_what_says_nothing_of_it_keeps_what_the_engine_has() -> None:
+    for engine in ENGINES.values():
+        config = config_of_request({"block_size": 32}, engine, 2)
+        assert config == replace(engine, block_size=32)
+        assert config_of_request(True, engine, 2) == engine and config_of_request(False, engine, 2) is None

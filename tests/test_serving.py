@@ -48,6 +48,30 @@ def test_mixed_steps_and_reused_blocks(llama: tuple[Any, Path]) -> None:
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
 
 
+def test_options_of_requests(llama: tuple[Any, Path]) -> None:
+    """How much is kept is what the request says; one that is not understood stays dense, and the engine lives."""
+    model, folder = llama
+    own: dict[str, Any] = {
+        "plain": {}, "ratio": {"keep_ratio": 0.3}, "preset": {"preset": "fast"}, "sharp": {"p": 0.3},
+        "large": {"block_size": 2**63}, "sinks": {"sink_tokens": 2**63}, "mixed": {1: 2, "a": 3},
+        "block": {"block_size": 2**31 - 1},
+    }  # fmt: skip
+    requests: dict[str, Any] = {
+        name: {"prompt": prompt(300, 40), "extra_args": {"uniprefill": options}} for name, options in own.items()
+    }
+    as_p = {"preset": {"p": [0.8, 0.7]}}  # at depths 2/4 and 3/4
+    by_hand = {
+        name: request | {"extra_args": {"uniprefill": as_p.get(name, own[name])}} for name, request in requests.items()
+    }
+    served = serve(folder, requests)
+    assert check(model, served, by_hand) >= 3
+    found = {p["request"].split("-")[0]: p for p in served["prefills"]}
+    for name in own:
+        bad = name in ("large", "sinks", "mixed")
+        assert found[name]["dense"] == ("options that are not understood" if bad else None)
+    assert len({str(found[name]["kept"]) for name in ("plain", "ratio", "preset", "sharp")}) == 4
+
+
 def test_preempted_requests_resume(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     requests = {f"r{i}": {"prompt": prompt(240 + i, 20 + i), "max_tokens": 40} for i in range(4)}
