@@ -21,14 +21,22 @@ ENGINE = PrefillConfig(p=0.8, drop_layers=(1, 2), block_size=16)
             "option 'block_size': got 9223372036854775808; allowed: an integer of at most 2147483647",
         ),
         ({"sink_tokens": 2**31}, "option 'sink_tokens': got 2147483648; allowed: an integer of at most 2147483647"),
-        ({1: 2, "a": 3}, "option 'uniprefill': got {1: 2, 'a': 3}; allowed: false, or options among"),
+        ({1: 2, "a": 3}, "option 'uniprefill': got {1: 2, 'a': 3}; allowed: false, true, or options among"),
+        ("{'p': 0.5}", "option 'uniprefill': got \"{'p': 0.5}\"; allowed: false, true, or options among"),
+        ("[" * 10**5, "option 'uniprefill': got '[[["),
+        ('{"block_size": 1e3}', "option 'block_size': got 1000.0"),
+        ('{"p": NaN}', "option 'p': got nan"),
+        ('"{}"', "option 'uniprefill': got '\"{}\"'"),
+        ("null", "option 'uniprefill': got 'null'"),
+        (2, "option 'uniprefill': got 2"),
+        (1.0, "option 'uniprefill': got 1.0"),
         ({1: 2}, "option 'uniprefill': got {1: 2}"),
         ({"drop_layers": [1]}, "option 'uniprefill': got {'drop_layers': [1]}"),
         ({"p": [0.9] * 3}, "option 'p': got (0.9, 0.9, 0.9); allowed: "),
         ([1, 2], "option 'uniprefill': got [1, 2]"),
         (None, "option 'uniprefill': got None"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_refused(own: Any, part: str) -> None:
     with pytest.raises(OptionError) as raised:
@@ -65,3 +73,20 @@ def test_what_says_nothing_of_it_keeps_what_the_engine_has() -> None:
         config = config_of_request({"block_size": 32}, engine, 2)
         assert config == replace(engine, block_size=32)
         assert config_of_request(True, engine, 2) == engine and config_of_request(False, engine, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("meant", "sent"),
+    [
+        ({"p": 0.5}, '{"p": 0.5}'),
+        ({"preset": "fast", "block_size": 32}, ' {"block_size": 32, "preset": "fast"} '),
+        (True, 1),
+        (True, "true"),
+        (False, 0),
+        (False, "0"),
+        (False, "false"),
+    ],
+    ids=str,
+)
+def test_as_http_sends_it(meant: Any, sent: Any) -> None:
+    assert config_of_request(sent, ENGINE, 2) == config_of_request(meant, ENGINE, 2)

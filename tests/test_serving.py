@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def test_mixed_steps_and_reused_blocks(llama: tuple[Any, Path]) -> None:
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
 
 
+def over_http(xargs: dict[str, Any]) -> Any:
+    """What vLLM's server hands to the engine of a completion's `vllm_xargs`."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    return CompletionRequest(model="m", prompt="x", vllm_xargs=xargs).to_sampling_params(8, {}).extra_args
+
+
 def test_options_of_requests(llama: tuple[Any, Path]) -> None:
     """How much is kept is what the request says; one that is not understood stays dense, and the engine lives."""
     model, folder = llama
@@ -59,9 +67,12 @@ def test_options_of_requests(llama: tuple[Any, Path]) -> None:
     requests: dict[str, Any] = {
         name: {"prompt": prompt(300, 40), "extra_args": {"uniprefill": options}} for name, options in own.items()
     }
+    for name, sent in {"sharp": json.dumps(own["sharp"]), "off": False}.items():  # as a client of the server does
+        requests[name] = {"prompt": prompt(300, 40), "extra_args": over_http({"uniprefill": sent})}
     as_p = {"preset": {"p": [0.8, 0.7]}}  # at depths 2/4 and 3/4
     by_hand = {
-        name: request | {"extra_args": {"uniprefill": as_p.get(name, own[name])}} for name, request in requests.items()
+        name: request | {"extra_args": {"uniprefill": as_p.get(name, own.get(name))}}
+        for name, request in requests.items()
     }
     served = serve(folder, requests)
     assert check(model, served, by_hand) >= 3
@@ -69,6 +80,7 @@ def test_options_of_requests(llama: tuple[Any, Path]) -> None:
     for name in own:
         bad = name in ("large", "sinks", "mixed")
         assert found[name]["dense"] == ("options that are not understood" if bad else None)
+    assert found["off"]["dense"] == "disabled by the request"
     assert len({str(found[name]["kept"]) for name in ("plain", "ratio", "preset", "sharp")}) == 4
 
 
