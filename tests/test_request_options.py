@@ -29,6 +29,8 @@ ENGINE = PrefillConfig(p=0.8, drop_layers=(1, 2), block_size=16)
         ('"{}"', "option 'uniprefill': got '\"{}\"'"),
         ("null", "option 'uniprefill': got 'null'"),
         (2, "option 'uniprefill': got 2"),
+        ({"p": 0.5, "keep_ratio": 0.5}, "option 'keep_ratio': got 0.5; allowed: p or keep_ratio"),
+        ({"preset": "fast", "keep_ratio": 0.5}, "option 'keep_ratio': got 0.5; allowed: preset or keep_ratio"),
         (1.0, "option 'uniprefill': got 1.0"),
         ({1: 2}, "option 'uniprefill': got {1: 2}"),
         ({"drop_layers": [1]}, "option 'uniprefill': got {'drop_layers': [1]}"),

@@ -39,15 +39,14 @@ def override(**options: Any) -> Iterator[None]:
             Inside another `override` the inner values win, and outer ones that are not given again stay.
 
     Raises:
-        OptionError: an option that is fixed when a model is compiled, or a bad value. A list that does not have one
+        OptionError: an option that is fixed when a model is compiled, a bad value, or `keep_ratio` beside `p` or
+            `preset`. A list that does not have one
             value for each drop layer raises when a prompt runs.
     """
     for name, value in options.items():
         if name not in CHANGEABLE:
             hint = "Other options are fixed when the model is compiled."
             raise OptionError(name, value, "with override(), " + ", ".join(CHANGEABLE), hint)
-    if "keep_ratio" in options and "p" in options:
-        raise OptionError("keep_ratio", options["keep_ratio"], "p or keep_ratio", "Give one of the two.")
     checked = PrefillConfig.from_options(options | amount(options))
     given = {name: getattr(checked, name) for name in options}
     outer = dict(_changes.get() or {})
@@ -59,10 +58,17 @@ def override(**options: Any) -> Iterator[None]:
 
 def amount(options: Mapping[str, Any]) -> dict[str, Any]:
     """How much options of one call keep, as fields of `PrefillConfig` that stand in place of all those of the
-    compilation: p and preset mean top_p, keep_ratio means top_k. Empty where the options say nothing of it."""
+    compilation: p and preset mean top_p, keep_ratio means top_k. Empty where the options say nothing of it.
+
+    Raises:
+        OptionError: keep_ratio beside p or preset.
+    """
     given = {name: options[name] for name in _AMOUNTS if name in options}
     if not given:
         return {}
+    if "keep_ratio" in given and len(given) > 1:
+        beside = " or ".join(name for name in given if name != "keep_ratio")
+        raise OptionError("keep_ratio", given["keep_ratio"], f"{beside} or keep_ratio", "Give one of the two.")
     selection = "top_k" if "keep_ratio" in given else "top_p"
     return {name: getattr(PrefillConfig, name) for name in _AMOUNTS} | given | {"selection": selection}
 
