@@ -44,6 +44,8 @@ def prompt(length: int, seed: int, vocabulary: int = 256) -> list[int]:
 
 def spec_of(options: dict[str, Any]) -> DropSpec:
     amounts = options.get("p", 0.99)
+    if (ratio := options.get("keep_ratio")) is not None:
+        amounts = 1.0
     return DropSpec(
         tuple(options["drop_layers"]),
         p=tuple(amounts) if isinstance(amounts, list) else amounts,
@@ -51,6 +53,8 @@ def spec_of(options: dict[str, Any]) -> DropSpec:
         last_n=options["last_n"],
         sink_tokens=options["sink_tokens"],
         window="index",
+        selection="top_p" if ratio is None else "top_k",
+        keep_ratio=ratio,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import json
 import logging
 import os
@@ -119,24 +121,50 @@ def test_module() -> None:
     assert done.stderr == "uniprefill bench: --model ./nowhere: no such folder\n"
 
 
-@pytest.mark.slow
-def test_serve_becomes_vllm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the flags that dropping needs, all said; without vllm, what to install."""
-    became: list[list[str]] = []
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "execvp", lambda file, command: became.append(command))
-    main(["serve", "some/model", "--preset", "fast", "--port", "8001"])
-    (command,) = became
-    assert command[:3] == ["vllm", "serve", "some/model"] and command[-2:] == ["--port", "8001"]
+FAKE_VLLM = """
+import json, os, sys
+print(json.dumps([sys.executable, sys.argv[1:], os.environ["PROMETHEUS_MULTIPROC_DIR"]]))
+"""
+
+
+def test_serve_becomes_vllm(tmp_path: Path) -> None:
+    """The one of this Python, whatever PATH has, with the flags that dropping needs, all said."""
+    (tmp_path / "vllm" / "entrypoints" / "cli").mkdir(parents=True)
+    for folder in ("vllm", "vllm/entrypoints", "vllm/entrypoints/cli"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "vllm" / "entrypoints" / "cli" / "main.py").write_text(FAKE_VLLM)
+    (tmp_path / "bin").mkdir()
+    other = tmp_path / "bin" / "vllm"
+    other.write_text("#!/bin/sh\necho another\n")
+    other.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "uniprefill_fx", "serve", "some/model", "--preset", "fast", "--port", "8001"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ
+        | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    python, command, metrics = json.loads(done.stdout)
+    assert (python, metrics) == (sys.executable, str(tmp_path))
+    assert command[:2] == ["serve", "some/model"] and command[-2:] == ["--port", "8001"]
     assert json.loads(command[command.index("--additional-config") + 1]) == {"uniprefill": {"preset": "fast"}}
-    said = capsys.readouterr().err
-    assert all(flag in said for flag in command if flag.startswith("--") and flag != "--port")
-    monkeypatch.undo()
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-    assert main(["serve", "some/model"]) == 2 and "there is no vllm here" in capsys.readouterr().err
+    assert all(flag in done.stderr for flag in command if flag.startswith("--") and flag != "--port")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_serve_without_vllm(
+    folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to install, though PATH has another Python's vllm, or a folder has its name."""
+    (tmp_path / "vllm").mkdir()
+    alone = importlib.machinery.PathFinder.find_spec("vllm", [str(tmp_path)]) if folder else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: alone)
+    monkeypatch.setattr(os, "execvp", lambda file, command: pytest.fail(f"became {command}"))
+    assert main(["serve", "some/model"]) == 2
+    assert "there is no vllm here" in capsys.readouterr().err
 
 
 def test_text(model: str, prompt: Path) -> None:

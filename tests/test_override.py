@@ -133,6 +133,7 @@ def test_as_compiled(model: Any) -> None:
         ({"drop_layers": [1]}, "option 'drop_layers': got [1]; allowed: with override(), preset, p, keep_ratio"),
         ({"p": 2}, "option 'p': got 2; allowed: a number in (0, 1]"),
         ({"p": 0.9, "keep_ratio": 0.5}, "option 'keep_ratio': got 0.5; allowed: p or keep_ratio"),
+        ({"preset": "fast", "keep_ratio": 0.5}, "option 'keep_ratio': got 0.5; allowed: preset or keep_ratio"),
     ],
 )
 def test_bad_options(options: dict[str, Any], part: str) -> None:

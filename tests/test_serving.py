@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,41 @@ def test_mixed_steps_and_reused_blocks(llama: tuple[Any, Path]) -> None:
     kept, of = (served["counts"][f"uniprefill:{name}_tokens_total"] for name in ("kept", "prompt"))
     assert 0 < kept < of == sum(p["tokens"] for p in served["prefills"] if p["dense"] is None)
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
+
+
+def over_http(xargs: dict[str, Any]) -> Any:
+    """What vLLM's server hands to the engine of a completion's `vllm_xargs`."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    return CompletionRequest(model="m", prompt="x", vllm_xargs=xargs).to_sampling_params(8, {}).extra_args
+
+
+def test_options_of_requests(llama: tuple[Any, Path]) -> None:
+    """How much is kept is what the request says; one that is not understood stays dense, and the engine lives."""
+    model, folder = llama
+    own: dict[str, Any] = {
+        "plain": {}, "ratio": {"keep_ratio": 0.3}, "preset": {"preset": "fast"}, "sharp": {"p": 0.3},
+        "large": {"block_size": 2**63}, "sinks": {"sink_tokens": 2**63}, "mixed": {1: 2, "a": 3},
+        "block": {"block_size": 2**31 - 1},
+    }  # fmt: skip
+    requests: dict[str, Any] = {
+        name: {"prompt": prompt(300, 40), "extra_args": {"uniprefill": options}} for name, options in own.items()
+    }
+    for name, sent in {"sharp": json.dumps(own["sharp"]), "off": False}.items():  # as a client of the server does
+        requests[name] = {"prompt": prompt(300, 40), "extra_args": over_http({"uniprefill": sent})}
+    as_p = {"preset": {"p": [0.8, 0.7]}}  # at depths 2/4 and 3/4
+    by_hand = {
+        name: request | {"extra_args": {"uniprefill": as_p.get(name, own.get(name))}}
+        for name, request in requests.items()
+    }
+    served = serve(folder, requests)
+    assert check(model, served, by_hand) >= 3
+    found = {p["request"].split("-")[0]: p for p in served["prefills"]}
+    for name in own:
+        bad = name in ("large", "sinks", "mixed")
+        assert found[name]["dense"] == ("options that are not understood" if bad else None)
+    assert found["off"]["dense"] == "disabled by the request"
+    assert len({str(found[name]["kept"]) for name in ("plain", "ratio", "preset", "sharp")}) == 4
 
 
 def test_preempted_requests_resume(llama: tuple[Any, Path]) -> None:

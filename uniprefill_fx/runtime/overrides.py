@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -21,7 +20,7 @@ from uniprefill_fx.runtime.shown_options import AS_COMPILED, shows_options
 from uniprefill_fx.runtime.sparse_options import NAMES
 
 CHANGEABLE = ("preset", "p", "keep_ratio", "block_size", "last_n", "sink_tokens", *NAMES)
-_AMOUNTS = ("preset", "p", "keep_ratio")  # how much is kept: the last of these that is given says it
+_AMOUNTS = ("preset", "p", "keep_ratio")  # how much is kept
 
 _changes: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("uniprefill_changes", default=None)
 
@@ -40,22 +39,38 @@ def override(**options: Any) -> Iterator[None]:
             Inside another `override` the inner values win, and outer ones that are not given again stay.
 
     Raises:
-        OptionError: an option that is fixed when a model is compiled, or a bad value. A list that does not have one
+        OptionError: an option that is fixed when a model is compiled, a bad value, or `keep_ratio` beside `p` or
+            `preset`. A list that does not have one
             value for each drop layer raises when a prompt runs.
     """
     for name, value in options.items():
         if name not in CHANGEABLE:
             hint = "Other options are fixed when the model is compiled."
             raise OptionError(name, value, "with override(), " + ", ".join(CHANGEABLE), hint)
-    if "keep_ratio" in options and "p" in options:
-        raise OptionError("keep_ratio", options["keep_ratio"], "p or keep_ratio", "Give one of the two.")
-    checked = PrefillConfig.from_options(options | ({"selection": "top_k"} if "keep_ratio" in options else {}))
+    checked = PrefillConfig.from_options(options | amount(options))
     given = {name: getattr(checked, name) for name in options}
     outer = dict(_changes.get() or {})
     if any(name in given for name in _AMOUNTS):
         outer = {name: value for name, value in outer.items() if name not in _AMOUNTS}
     with _within(outer | given):
         yield
+
+
+def amount(options: Mapping[str, Any]) -> dict[str, Any]:
+    """How much options of one call keep, as fields of `PrefillConfig` that stand in place of all those of the
+    compilation: p and preset mean top_p, keep_ratio means top_k. Empty where the options say nothing of it.
+
+    Raises:
+        OptionError: keep_ratio beside p or preset.
+    """
+    given = {name: options[name] for name in _AMOUNTS if name in options}
+    if not given:
+        return {}
+    if "keep_ratio" in given and len(given) > 1:
+        beside = " or ".join(name for name in given if name != "keep_ratio")
+        raise OptionError("keep_ratio", given["keep_ratio"], f"{beside} or keep_ratio", "Give one of the two.")
+    selection = "top_k" if "keep_ratio" in given else "top_p"
+    return {name: getattr(PrefillConfig, name) for name in _AMOUNTS} | given | {"selection": selection}
 
 
 def as_compiled() -> AbstractContextManager[None]:
@@ -90,11 +105,8 @@ def arguments(changed: Mapping[str, Any], index: int, count: int, depth: float) 
         OptionError: a list whose length is not `count`.
     """
     out = {name: value for name, value in changed.items() if name not in _AMOUNTS}
-    if any(name in changed for name in _AMOUNTS):
-        ratio = changed.get("keep_ratio")
-        given = {name: changed[name] for name in _AMOUNTS if name in changed}
-        config = replace(PrefillConfig(), **given, selection="top_p" if ratio is None else "top_k")
-        out["p"], out["keep_ratio"] = config.kept_for(index, count, depth)
+    if own := amount(changed):
+        out["p"], out["keep_ratio"] = PrefillConfig(**own).kept_for(index, count, depth)
     return out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.utils.logging import tqdm
 
 from uniprefill_fx.api import options_for
-from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.runtime.last_call import LastCall, watched
 from uniprefill_fx.runtime.overrides import as_compiled, override
@@ -36,6 +36,10 @@ POSITIONS = 16
 
 HELD_OUT = 3
 """Every so many-th prompt takes no part in the search."""
+
+
+FOUND = ("preset", "p", "selection", "keep_ratio")
+"""Options that say how much is kept, which is what is looked for."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Calibration:
         return "\n".join(lines)
 
 
-@shows_options(preset=..., p=..., drop_layers="all", inner_backend="eager", min_tokens=0)
+@shows_options(preset=..., p=..., selection=..., keep_ratio=..., drop_layers="all", inner_backend="eager", min_tokens=0)
 def calibrate(
     model: Any,
     prompts: Iterable[Tensor],
@@ -111,21 +115,25 @@ def calibrate(
             fewer they are, the wider the bound: a dozen or more.
         max_kl: budget for the mean KL divergence of next-token distributions from the dense model's, in nats.
         grid: values of p to try, in (0, 1]. positions: how many of the last positions are compared.
-        options: as for `uniprefill_fx.compile`, but `preset` and `p`; with `drop_layers`, only these are candidates.
-            `inner_backend` is "eager" unless given, and then not part of the result.
+        options: as for `uniprefill_fx.compile`, but those that say how much is kept; with `drop_layers`, only
+            these are candidates. `inner_backend` is "eager" unless given, and then not part of the result.
 
     Raises:
-        OptionError: an unknown option or a bad value.
+        OptionError: an unknown option or a bad value; one that says how much is kept.
         ValueError: no prompts, batches of them or too short ones, or a bad budget, grid or number of positions; a
             prompt whose KL divergence is not finite.
         RuntimeError: nothing can be dropped, or a prompt ran dense, so nothing can be measured with it; the message
             has the reason.
     """
-    given = {name: value for name, value in options.items() if name not in ("preset", "p")}
+    given: dict[str, Any] = dict(options)
+    for name in FOUND:
+        if name in given:
+            raise OptionError(name, given[name], "no value in calibrate()", "It finds p for each drop layer; see grid.")
     merged = {"drop_layers": "all", "inner_backend": "eager", "min_tokens": 0} | given
     config = PrefillConfig.from_options(options_for(model, merged) | {"selection": "top_p", "p": 1.0})
     steps = sorted({1.0, *map(float, grid)}, reverse=True)
-    if not max_kl > 0 or steps[-1] <= 0 or steps[0] > 1 or not 1 <= positions <= config.last_n:
+    fits = len(grid) > 0 and all(0 < p <= 1 for p in steps)  # NaN does not
+    if not max_kl > 0 or not fits or not 1 <= positions <= config.last_n:
         raise ValueError(
             f"max_kl={max_kl}, grid={grid}, positions={positions}: wanted a positive budget, values of p in (0, 1], "
             f"and between 1 and last_n={config.last_n} positions"

@@ -1,11 +1,13 @@
 """`uniprefill serve MODEL --p 0.95 [any flag of vllm serve]`: vLLM's server with what dropping needs.
 
-Says on standard error which flags it adds and why, and becomes `vllm serve`.
+Says on standard error which flags it adds and why, and becomes `vllm serve`: that of the Python which runs this, since
+another one on PATH may lack the package, and would then serve without dropping.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -48,18 +50,18 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the server in place of this process; returns an exit status only if that fails."""
+    """Start the server in place of this process; returns an exit status only if it cannot."""
     try:
         command = command_of(arguments)
     except (OptionError, UserError) as error:
         print(f"uniprefill serve: {error}", file=sys.stderr)
         return 2
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is not vLLM
+        print('uniprefill serve: there is no vllm here: pip install ".[vllm]" in a checkout', file=sys.stderr)
+        return 2
     for flag, why in WHY.items():
         value: Any = command[command.index(flag) + 1] if not flag.startswith("--no-") else ""
         print(f"uniprefill serve: {flag} {value}  ({why})", file=sys.stderr)
     os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="uniprefill_metrics_"))
-    try:
-        os.execvp(command[0], command)
-    except FileNotFoundError:
-        print('uniprefill serve: there is no vllm here: pip install ".[vllm]" in a checkout', file=sys.stderr)
-    return 2
+    os.execvp(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]])
