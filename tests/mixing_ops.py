@@ -185,6 +185,12 @@ def first_come(y: Tensor) -> Tensor:
     return (flat * (place < 5)[:, None]).view(b, n, d)
 
 
+def counts(y: Tensor) -> Tensor:
+    """For each token, how many are of its group; of d groups, so that a group has few."""
+    group = y.argmax(-1)
+    return F.one_hot(group, y.shape[-1]).sum(1).gather(1, group)[..., None]
+
+
 def into_channels(y: Tensor) -> Tensor:
     out = torch.zeros_like(y)
     out[..., ::2] = y[..., 1::2]
@@ -241,6 +247,12 @@ MIXING: dict[str, Op] = {
     "row number": lambda x, t: torch.ones_like(x).cumsum(t) * 0.01,
     "noise": lambda x, t: noise(x),
     "capacity": channels_last(first_come),
+    "room for 40": channels_last(lambda y: y * (counts(y) < 40)),
+    "room for 40, in floats": channels_last(lambda y: y * (counts(y).to(y.dtype) * 0.5 < 20.0)),
+    "room for a buffer": channels_last(lambda y: y * (counts(y) < torch.full((1,), 40))),
+    "room in steps": channels_last(lambda y: y * (counts(y) / 40).floor()),
+    "full or not": channels_last(lambda y: y * (counts(y) / 40).long()),
+    "any far out": lambda x, t: torch.where((x > 1e4).any(), x, x.neg()),
     "views share": lambda x, t: torch.ops.aten.slice_scatter(x, x.narrow(t, 0, 7) * 2, t, 1, 8),
     "circular pad": tokens_last(lambda y: F.pad(y, (1, 0), mode="circular")[..., :-1]),
     "difference": tokens_last(lambda y: torch.diff(y, prepend=y[..., :1])),

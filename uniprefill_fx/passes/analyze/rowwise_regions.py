@@ -12,6 +12,7 @@ from torch import fx
 
 from uniprefill_fx.passes.analyze.rowwise_calls import any_tensor
 from uniprefill_fx.passes.analyze.rowwise_constants import CONVOLUTION, CUTS, index_along, reach
+from uniprefill_fx.passes.analyze.rowwise_counts import COUNTS_TOKENS, check_counts, passed_on
 from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kinds, Mixed, Rows, State
 from uniprefill_fx.passes.analyze.rowwise_ops import (
     ALONG,
@@ -34,6 +35,7 @@ SMALL = 1 << 14  # elements for each token, up to which floats are float64
 FARTHEST = 512  # a shift, or a number that whole numbers are compared with: up to it a probe is made long enough
 # Along the tokens these depend on where a row lies, which a short probe of a long chain need not show.
 PLACES = frozenset("cumsum cumprod flip unbind roll diff".split())
+ANSWERS = frozenset("any all".split())  # about all tokens: nearly always the same ones, of random rows
 
 
 class Regions:
@@ -72,7 +74,8 @@ class Regions:
             if not groups and not convolves:
                 return Mixed(first.what)
             convolution = any(m.convolution for m in mixed) or name in CONVOLUTION
-            open_kind = Mixed(first.what, groups, convolves, convolution and convolves)
+            counted = name in COUNTS_TOKENS or bool(self._counted(node))
+            open_kind = Mixed(first.what, groups, convolves, convolution and convolves, counted)
         else:
             open_kind = self._opened(node)
         self.keys[node] = key
@@ -108,7 +111,15 @@ class Regions:
         name = known_name(node)
         what = f"`{name_of(node)}` mixes tokens: its rows for some of them are not those it has for all"
         groups = name in GROUPS and not self._by_place(node)
-        return Mixed(what, groups, name in CONVOLVES, name in CONVOLUTION)
+        return Mixed(what, groups, name in CONVOLVES, name in CONVOLUTION, name in COUNTS_TOKENS)
+
+    def _counted(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that hold numbers of tokens and pass them on."""
+
+        def holds(kind: Kinds) -> bool:
+            return any(map(holds, kind)) if isinstance(kind, tuple) else isinstance(kind, Mixed) and kind.counted
+
+        return [n for n in passed_on(node) if holds(self.kind_of(n, node))]
 
     def _by_place(self, node: fx.Node) -> bool:
         """Whether an operation goes by the places of rows along an axis of tokens: slices, shifts, running sums."""
@@ -116,7 +127,7 @@ class Regions:
         if not isinstance(source, fx.Node) or not isinstance(meta(source), torch.Tensor):
             return False
         dims = self.axes.dims(meta(source))
-        if name in PLACES and name in ALONG:
+        if name in PLACES | ANSWERS and name in ALONG:
             return bool({d % meta(source).ndim for d in dimensions(node, name, meta(source).ndim)} & set(dims))
         if name in CUTS:
             place, default = CUTS[name]
@@ -133,6 +144,8 @@ class Regions:
         """A node whose arguments are understood, by itself: short and long, in float64 where it takes that."""
         if is_random(node):
             raise ProbeError("it draws random numbers")
+        if known_name(node) in ANSWERS and self._by_place(node):
+            return None, {}
         found: list[tuple[Kinds, dict[int, Kinds]]] = []
         enough = self._enough(node)
         each = max((self._elements(n) for n in node.all_input_nodes), default=1)
@@ -164,6 +177,7 @@ class Regions:
             for read in earlier.all_input_nodes:
                 self._make(read, earlier, self.runs)
             self.runs.run(earlier)
+        check_counts(node, self._counted(node), self.runs.values[0])
         found = self.runs.kind(node)
         if found is None and kind.convolution:
             found = self.runs.kind(node, causal=True)
