@@ -118,6 +118,22 @@ def shifted(y: Tensor) -> Tensor:
     return F.pad(y, (1, 0))[..., :-1]
 
 
+def shifted_by(rows: int, times: int = 1) -> Op:
+    """Rows move down, and what has none above it is zero."""
+
+    def op(y: Tensor) -> Tensor:
+        for _ in range(times):
+            y = F.pad(y, (rows, 0))[..., : y.shape[-1]]
+        return y
+
+    return tokens_last(op)
+
+
+def far_ahead(y: Tensor) -> Tensor:
+    """A dilated convolution that sees the row 40 further on."""
+    return F.conv1d(y, y.new_ones(y.shape[1], 1, 3), padding=40, dilation=40, groups=y.shape[1]).tanh()
+
+
 def written_to(x: Tensor, t: int) -> Tensor:
     out = torch.empty_like(x)
     mean_into(x, out, t)
@@ -169,6 +185,12 @@ def first_come(y: Tensor) -> Tensor:
     return (flat * (place < 5)[:, None]).view(b, n, d)
 
 
+def counts(y: Tensor) -> Tensor:
+    """For each token, how many are of its group; of d groups, so that a group has few."""
+    group = y.argmax(-1)
+    return F.one_hot(group, y.shape[-1]).sum(1).gather(1, group)[..., None]
+
+
 def into_channels(y: Tensor) -> Tensor:
     out = torch.zeros_like(y)
     out[..., ::2] = y[..., 1::2]
@@ -189,6 +211,13 @@ MIXING: dict[str, Op] = {
     "avg_pool1d": tokens_last(lambda y: F.avg_pool1d(y, 3, 1, 1)),
     "pad and slice": tokens_last(shifted),
     "cat and slice": tokens_last(lambda y: torch.cat((torch.zeros_like(y[..., :1]), y), -1)[..., :-1]),
+    "pad by 30": shifted_by(30),
+    "pad by 20 three times": shifted_by(20, 3),
+    "pad and cut": tokens_last(lambda y: F.pad(y, (64, -64))),
+    "cat of 64 and slice": tokens_last(
+        lambda y: torch.cat((torch.zeros(y.shape[0], y.shape[1], 64), y), -1)[..., :-64]
+    ),
+    "far ahead": tokens_last(far_ahead),
     "unfold": tokens_last(lambda y: F.pad(y, (2, 0)).unfold(-1, 3, 1).sum(-1)),
     "flip by index": lambda x, t: x.index_select(t, reversed_rows(x, t)),
     "flip by getitem": lambda x, t: x[(slice(None),) * t + (reversed_rows(x, t),)],
@@ -218,6 +247,12 @@ MIXING: dict[str, Op] = {
     "row number": lambda x, t: torch.ones_like(x).cumsum(t) * 0.01,
     "noise": lambda x, t: noise(x),
     "capacity": channels_last(first_come),
+    "room for 40": channels_last(lambda y: y * (counts(y) < 40)),
+    "room for 40, in floats": channels_last(lambda y: y * (counts(y).to(y.dtype) * 0.5 < 20.0)),
+    "room for a buffer": channels_last(lambda y: y * (counts(y) < torch.full((1,), 40))),
+    "room in steps": channels_last(lambda y: y * (counts(y) / 40).floor()),
+    "full or not": channels_last(lambda y: y * (counts(y) / 40).long()),
+    "any far out": lambda x, t: torch.where((x > 1e4).any(), x, x.neg()),
     "views share": lambda x, t: torch.ops.aten.slice_scatter(x, x.narrow(t, 0, 7) * 2, t, 1, 8),
     "circular pad": tokens_last(lambda y: F.pad(y, (1, 0), mode="circular")[..., :-1]),
     "difference": tokens_last(lambda y: torch.diff(y, prepend=y[..., :1])),

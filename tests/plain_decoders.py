@@ -390,6 +390,23 @@ class ScaledResidual(Gpt):
     layer = ScaledResidualLayer
 
 
+# Residual sums in one operation with their scales: x + f(x) * scale, and 0.7 x + 0.3 f(x).
+
+
+class FusedSumsLayer(GptLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(1 + 0.2 * torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.addcmul(x, self.attend(self.ln_1(x)), self.scale)
+        return torch.lerp(x, self.mlp(self.ln_2(x)), 0.3)
+
+
+class FusedSums(Gpt):
+    layer = FusedSumsLayer
+
+
 # Products written as einsum, over (B, N, heads, dim); the mask is multiplied in as a large negative number.
 
 
@@ -463,6 +480,7 @@ DECODERS: dict[str, type[Any]] = {
         Alibi,
         Parallel,
         ScaledResidual,
+        FusedSums,
         Einsum,
         TorchLayers,
         TorchAttention,

@@ -198,3 +198,47 @@ def test_writes_that_nobody_reads_in_the_graph_are_kept() -> None:
         assert_dropped_as(call, want)
         assert_near(got, want.logits)
         assert [int(layer.calls) for layer in model.layers] == [count] * 3
+
+
+class GatedSumLayer(GptLayer):
+    """The MLP comes in through a gate of each token's own: no sum of the stream with something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.ln_1(x))
+        opened = self.gate(x).sigmoid()
+        return x * (1 - opened) + self.mlp(self.ln_2(x)) * opened
+
+
+class GatedSum(Gpt):
+    layer = GatedSumLayer
+
+
+class GatedAtFirst(Gpt):
+    """One layer with a gate, then layers of the usual kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = GatedSumLayer()
+
+
+@pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
+def test_a_stream_that_is_not_followed_freezes_nothing() -> None:
+    """The last sum that is known lies before the gate: dropped rows would be older than the layer they left at."""
+    model = build(GatedSum)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    dense_because(model, ids_for("gated", 300), "residual-stream-not-found")
+
+
+@pytest.mark.filterwarnings("ignore:uniprefill. outputs of all positions")
+def test_only_the_layer_behind_such_a_step_stays_dense() -> None:
+    model, ids = build(GatedAtFirst), ids_for("gated", 300)
+    model.compile(backend="uniprefill", options=options_of(SPEC))
+    got, call = run(model, ids)
+    spec = DropSpec((0,), p=(0.8,), block_size=16, last_n=16, sink_tokens=16)
+    want = reference(build(GatedAtFirst), ids, spec)
+    assert_dropped_as(call, want, spec.drop_layers)
+    assert_near(got, want.logits)

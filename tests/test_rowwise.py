@@ -165,6 +165,14 @@ def test_a_chain_sees_the_numbers_that_it_compares_with() -> None:
     assert refusal(channels_last(op)) is not None
 
 
+def test_pieces_of_a_fixed_length_are_refused() -> None:
+    """Few rows make fewer or shorter pieces than were traced: nothing is proven by them, and nothing is raised."""
+    split = refusal(channels_last(lambda y: torch.cat(y.split(64, 1), 1)))
+    cleared = refusal(channels_last(lambda y: torch.cat((y[:, :100] * 0, y[:, 100:]), 1)))
+    assert split is not None and "`split`" in split
+    assert cleared is not None and "operation-mixes-tokens" in cleared
+
+
 def test_causal_convolutions_see_kept_rows_as_neighbours() -> None:
     def causal(y: Tensor) -> Tensor:
         y = y.transpose(1, 2)

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.passes.analyze.residual import is_of_norm
 from uniprefill_fx.passes.dataflow import Ancestry
-from uniprefill_fx.passes.node_utils import arguments, meta, module_path, shape
+from uniprefill_fx.passes.node_utils import arguments, meta, module_path, name_of, shape
 
 
 def layers_root(nodes: list[fx.Node]) -> tuple[str, ...] | None:
@@ -45,10 +46,17 @@ def check_decoder_end(
         attention: the attention ops. end: the last value of the residual stream. head_region: what is computed from it.
 
     Raises:
-        RefusalError: more layers may follow.
+        RefusalError: more layers may follow, or the last one does more to the stream behind its last sum.
     """
     outputs = [n for n in arguments(graph.output_node()) if isinstance(n, fx.Node)]
     root = layers_root(attention)
+    for node in graph.nodes:
+        if node in head_region and in_layers(node, root) and not is_of_norm(node):
+            raise refuse(
+                Category.RESIDUAL,
+                f"`{name_of(node)}` of the last layer computes from its last sum, and no sum `x + f(x)` follows",
+                "dropped rows would be restored in the middle of a layer; let it end with such a sum",
+            )
     width = (shape(end) or (None,))[-1]
     closing = [node for node in head_region if not in_layers(node, root) and _reads_weights(node, end, head_region)]
 

@@ -137,7 +137,7 @@ class _Checker:
         if not effects(node).known:
             return Mixed(f"nothing says what `{name_of(node)}` writes")
         if name == "arange":
-            return Mixed(f"`arange` counts the rows of `{node.name}`", groups=True)
+            return Mixed(f"`arange` counts the rows of `{node.name}`", groups=True, counted=True)
         if name in SIZES or (name in FILLS and name not in ("full", "full_like", "new_full", "fill")):
             return Same()
         if name == "getitem" and isinstance(read[0], tuple) and isinstance(node.args[1], int):
@@ -168,7 +168,7 @@ class _Checker:
         if not self.axes.dims(value) or known_name(node) in FILLS:
             return Same()
         if known_name(node) == "arange" and self.numbers_rows(node):
-            return Mixed("`arange` counts the rows", groups=True)
+            return Mixed("`arange` counts the rows", groups=True, counted=True)
         return self.axes.plain(value) or Mixed(f"`{node.name}` of shape {tuple(value.shape)} has no row for each token")
 
     # -- writes ------------------------------------------------------------------------------------------------------

@@ -43,12 +43,14 @@ class Mixed:
     Attributes:
         what: the sentence that a refusal says. groups: made by operations that sort rows, look them up and count them:
             a later value may have a row for each token again. convolves: made of padding, slices and convolutions.
+            counted: it holds numbers of tokens, or sums over them.
     """
 
     what: str
     groups: bool = False
     convolves: bool = False
     convolution: bool = False
+    counted: bool = False
 
 
 Kind = Rows | Same | State | Mixed

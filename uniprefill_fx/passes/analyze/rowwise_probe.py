@@ -219,6 +219,8 @@ class Runs:
         value = meta(node)
         results: list[Any] = [self.values[version].get(node) for version in self.versions]
         if isinstance(value, tuple | list):
+            if any(not isinstance(r, tuple | list) or len(r) != len(value) for r in results):
+                raise ProbeError(f"it returns {len(value)} values for a whole prompt, and others for a short one")
             return tuple(self._kind(v, [r[i] for r in results], causal) for i, v in enumerate(value))
         return self._kind(value, results, causal)
 
@@ -228,6 +230,8 @@ class Runs:
         if any(not isinstance(r, torch.Tensor) for r in results):
             return None
         dims = self.axes.dims(value)
+        for version, result in enumerate(results):
+            self._check_shape(result, self.shape(value, version), version, dims)
         if not dims:
             return Same() if all(same(r, results[0]) for r in results) else None
         if len(dims) > 1:
@@ -239,6 +243,13 @@ class Runs:
         ):
             return Same()
         return next((k for k in self._candidates(value, dims[0]) if self._fits(k, value, results, causal)), None)
+
+    def _check_shape(self, result: torch.Tensor, want: tuple[int, ...], version: int, dims: Sequence[int]) -> None:
+        """A slice of a fixed number of rows is cut short where there are fewer, and one up to a row may be empty."""
+        shared = 1 if self.batch == 1 else BATCH  # rows that prompts share are taken for each of them
+        fits = len(want) == result.ndim and all(g in (w, w * shared) for g, w in zip(result.shape, want, strict=True))
+        if not fits or any(result.shape[d] == 0 for d in dims):
+            raise ProbeError(f"of {self.rows_in(version)} rows it makes a shape of {tuple(result.shape)}, not {want}")
 
     def _candidates(self, value: torch.Tensor, dim: int) -> list[Rows]:
         ratio = self.axes.rows_a_token(value, dim)

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from uniprefill_fx.passes.analyze.rowwise_calls import any_tensor
+from uniprefill_fx.passes.analyze.rowwise_constants import CONVOLUTION, CUTS, index_along, reach
+from uniprefill_fx.passes.analyze.rowwise_counts import COUNTS_TOKENS, check_counts, passed_on
 from uniprefill_fx.passes.analyze.rowwise_kinds import Axes, Kinds, Mixed, Rows, State
 from uniprefill_fx.passes.analyze.rowwise_ops import (
     ALONG,
@@ -24,17 +26,16 @@ from uniprefill_fx.passes.analyze.rowwise_ops import (
 )
 from uniprefill_fx.passes.analyze.rowwise_probe import ProbeError, Runs
 from uniprefill_fx.passes.dataflow import aliases
-from uniprefill_fx.passes.node_utils import arguments, expression, index_of, meta, name_of, shape
+from uniprefill_fx.passes.node_utils import arguments, expression, meta, name_of, shape
 from uniprefill_fx.passes.schemas import effects
 
 SHORT, LONG = 23, 1031  # rows of a probe; the long one finds what mixes rows that are far apart
 ELEMENTS = 1 << 22  # of one operand, at most: where a token has many, fewer rows are run
 SMALL = 1 << 14  # elements for each token, up to which floats are float64
-FARTHEST = 512  # a number that whole numbers are compared with, up to which a probe is made long enough to reach it
+FARTHEST = 512  # a shift, or a number that whole numbers are compared with: up to it a probe is made long enough
 # Along the tokens these depend on where a row lies, which a short probe of a long chain need not show.
 PLACES = frozenset("cumsum cumprod flip unbind roll diff".split())
-CUTS = {"chunk": (2, 0), "split": (2, 0), "narrow": (1, None), "select": (1, None)}  # the place of their dimension
-CONVOLUTION = ("conv1d", "conv2d", "conv_depthwise")
+ANSWERS = frozenset("any all".split())  # about all tokens: nearly always the same ones, of random rows
 
 
 class Regions:
@@ -57,6 +58,7 @@ class Regions:
         self.chain: list[fx.Node] = []  # nodes of chains, in order
         self.run_up_to = 0
         self.runs: Runs | None = None
+        self.reach: dict[fx.Node, int] = {}  # of values in which tokens are mixed: what shifts on the way to it sum to
         self.numbered: dict[Any, int] = {}
         self.known: dict[int, tuple[Kinds, dict[int, Kinds]]] = {}
         self.keys: dict[fx.Node, _Key] = {}
@@ -72,10 +74,15 @@ class Regions:
             if not groups and not convolves:
                 return Mixed(first.what)
             convolution = any(m.convolution for m in mixed) or name in CONVOLUTION
-            open_kind = Mixed(first.what, groups, convolves, convolution and convolves)
+            counted = name in COUNTS_TOKENS or bool(self._counted(node))
+            open_kind = Mixed(first.what, groups, convolves, convolution and convolves, counted)
         else:
             open_kind = self._opened(node)
         self.keys[node] = key
+        self.reach[node] = reach(node, self.axes)
+        if mixed:
+            before = (self.reach[n] if n in self.reach else reach(n, self.axes) for n in node.all_input_nodes)
+            self.reach[node] += max(before)
         if key.number not in self.known:
             try:
                 if self.axes.count != self.axes.tokens:
@@ -92,8 +99,11 @@ class Regions:
             self.written[node, target] = _filled(written.get(place), open_kind)
             for alias in aliases(target):
                 self.keys[alias] = self._interned(("written", place, key.number), key.values)
+                self.reach[alias] = max(self.reach.get(alias, 0), self.reach[node])
         if mixed or any(isinstance(k, Mixed) for k in (kind, *self.written.values())):
             self.chain.append(node)
+        else:
+            self.reach[node] = 0  # rows of single tokens again: no shift is left
         return kind
 
     def _opened(self, node: fx.Node) -> Mixed:
@@ -101,7 +111,15 @@ class Regions:
         name = known_name(node)
         what = f"`{name_of(node)}` mixes tokens: its rows for some of them are not those it has for all"
         groups = name in GROUPS and not self._by_place(node)
-        return Mixed(what, groups, name in CONVOLVES, name in CONVOLUTION)
+        return Mixed(what, groups, name in CONVOLVES, name in CONVOLUTION, name in COUNTS_TOKENS)
+
+    def _counted(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that hold numbers of tokens and pass them on."""
+
+        def holds(kind: Kinds) -> bool:
+            return any(map(holds, kind)) if isinstance(kind, tuple) else isinstance(kind, Mixed) and kind.counted
+
+        return [n for n in passed_on(node) if holds(self.kind_of(n, node))]
 
     def _by_place(self, node: fx.Node) -> bool:
         """Whether an operation goes by the places of rows along an axis of tokens: slices, shifts, running sums."""
@@ -109,22 +127,15 @@ class Regions:
         if not isinstance(source, fx.Node) or not isinstance(meta(source), torch.Tensor):
             return False
         dims = self.axes.dims(meta(source))
-        if name in PLACES and name in ALONG:
+        if name in PLACES | ANSWERS and name in ALONG:
             return bool({d % meta(source).ndim for d in dimensions(node, name, meta(source).ndim)} & set(dims))
         if name in CUTS:
             place, default = CUTS[name]
             given = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
             return not isinstance(given, int) or given % meta(source).ndim in dims
         if name == "getitem" and dims:
-            index = [i for i in index_of(node) if i is not None]
-            if Ellipsis in [i for i in index if not isinstance(i, fx.Node)]:
-                at = next(i for i, item in enumerate(index) if item is Ellipsis)
-                index[at : at + 1] = [slice(None)] * (meta(source).ndim - len(index) + 1)
-            return any(
-                d < len(index)
-                and (isinstance(index[d], int) or (isinstance(index[d], slice) and index[d] != slice(None)))
-                for d in dims
-            )
+            along = index_along(node, dims)
+            return any(isinstance(i, int) or (isinstance(i, slice) and i != slice(None)) for i in along)
         return False
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -133,9 +144,12 @@ class Regions:
         """A node whose arguments are understood, by itself: short and long, in float64 where it takes that."""
         if is_random(node):
             raise ProbeError("it draws random numbers")
+        if known_name(node) in ANSWERS and self._by_place(node):
+            return None, {}
         found: list[tuple[Kinds, dict[int, Kinds]]] = []
+        enough = self._enough(node)
         each = max((self._elements(n) for n in node.all_input_nodes), default=1)
-        for tokens in (SHORT, max(SHORT + 2, min(LONG, ELEMENTS // max(1, each)))):
+        for tokens in (SHORT, max(SHORT + 2, enough, min(LONG, ELEMENTS // max(1, each)))):
             try:
                 found.append(self._once(node, tokens, precise=each <= SMALL))
             except ProbeError:
@@ -155,17 +169,25 @@ class Regions:
         """A node behind others that mix tokens: all of them are run."""
         if self.longest > FARTHEST:
             raise ProbeError(f"whole numbers are compared with {self.longest}")
-        if self.runs is None:
-            self.runs = Runs(self.axes, max(SHORT, 2 * self.longest + 3), self.numbers, precise=False)
+        tokens = max(SHORT, 2 * self.longest + 3, self._enough(node))
+        if self.runs is None or self.runs.tokens < tokens:
+            self.runs, self.run_up_to = Runs(self.axes, tokens, self.numbers, precise=False), 0
         for earlier in (*self.chain[self.run_up_to :], node):
             self.run_up_to += 1  # also where it fails: what it wrote must not be written twice
             for read in earlier.all_input_nodes:
                 self._make(read, earlier, self.runs)
             self.runs.run(earlier)
+        check_counts(node, self._counted(node), self.runs.values[0])
         found = self.runs.kind(node)
         if found is None and kind.convolution:
             found = self.runs.kind(node, causal=True)
         return found, {i: self.runs.kind(t) for i, t in enumerate(effects(node).writes)}
+
+    def _enough(self, node: fx.Node) -> int:
+        """The rows of a probe in which what is shifted along the tokens, up to this node, still meets other rows."""
+        if self.reach[node] > FARTHEST:
+            raise ProbeError(f"rows are shifted or cut by {self.reach[node]}")
+        return 2 * self.reach[node] + 3
 
     def _make(self, node: fx.Node, reader: fx.Node, runs: Runs) -> None:
         """Give a node a value: random rows, or what it is made of where that matters (indices, views of a buffer)."""
