@@ -210,7 +210,7 @@ def _with_drops(graph: fx.Graph, plan: Plan, config: PrefillConfig, refusals: li
     drops = []
     for i, attention in enumerate(chosen):
         try:
-            residual = entering(attention, adds, ancestry)
+            residual = entering(attention, adds, ancestry, shown=exposure is not Exposure.NONE)
             if plan.ranks is not None:
                 check_heads(plan.ranks, attention)
                 check_same(plan.ranks, (residual, end), attention.layer)

@@ -85,12 +85,17 @@ def is_of_norm(node: fx.Node) -> bool:
     return node.op not in ("call_function", "call_method") or known_name(node) in NORMS
 
 
-def entering(attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry) -> fx.Node:
+def entering(
+    attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ancestry: Ancestry, shown: bool = True
+) -> fx.Node:
     """The residual stream that enters the layer of `attention` (paper: H^(b,0)).
 
     The first sum that takes in the attention's output has a residual which is not computed from that output itself,
     and is an ancestor of the attention's queries. Where that is itself the sum of an earlier layer, or the embedding,
     it is the stream; where a norm lies between (post-norm models), the stream is the sum before the norm.
+
+    Args:
+        shown: whether a caller sees dropped rows; where nobody does, what they are frozen to need not be proven.
 
     Raises:
         RefusalError: there is no such sum, or what lies between it and the one before is more than a norm.
@@ -103,6 +108,8 @@ def entering(attention: AttentionNode, adds: list[tuple[fx.Node, fx.Node]], ance
             same = [n for n in earlier if shape(n) == shape(residual)]
             if not same:
                 return residual
+            if not shown:
+                return same[-1]
             steps = [n for n in ancestry.order if ancestry.depends(residual, n) and ancestry.depends(n, same[-1])]
             if unknown := next((n for n in steps if n is not same[-1] and not is_of_norm(n)), None):
                 raise refuse(
