@@ -100,8 +100,7 @@ def _backend(
     install(steps)
     hooks.install()
     runs = list(zip(pieces, compile_pieces(pieces, inner), strict=True))
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    return Served(plain, after, runs, plan, steps, layers, segment_of, ranks)
+    return Served(plain, after, runs, plan, steps, layers, segment_of)
 
 
 def _run_plain(steps: Steps, plain: Callable[..., Any], *args: Any) -> Any:
@@ -150,10 +149,9 @@ class Served:
         steps: Steps,
         layers: Mapping[str, Any],
         segment_of: Mapping[str, int],
-        ranks: int,
     ) -> None:
         self.plain, self.runs, self.plan, self.steps, self.layers = plain, runs, plan, steps, layers
-        self.segment_of, self.ranks = segment_of, ranks
+        self.segment_of = segment_of
         self.inputs = after.graph.find_nodes(op="placeholder")
         self.output = after.graph.output_node().args[0]
         self.released = released_after(after.graph, runs)
@@ -189,7 +187,7 @@ class Served:
         assert step is not None and attention.spec is not None
         sinks = sinks_of(self.layers[attention.path])
         depths = [self.plan.depth(i) for i in range(len(self.plan.drops))]
-        rows, bounds = select_packed(q, k, step, drop, depths, attention.spec, sinks, self.ranks)
+        rows, bounds = select_packed(q, k, step, drop, depths, attention.spec, sinks)
         step.note_kept(rows, bounds)
         for name, (start, end) in zip(step.order, bounds, strict=True):
             if name in step.dropping:

@@ -23,14 +23,12 @@ def select_packed(
     depths: Sequence[float],
     spec: AttentionSpec,
     sinks: Tensor | None,
-    ranks: int = 1,
 ) -> tuple[Tensor, list[tuple[int, int]]]:
     """The rows of the stream that stay after a drop.
 
     Args:
         q: (tokens, heads, head_dim), k: (tokens, kv_heads, head_dim). spec, sinks: of the attention that they are of.
         drop: which drop it is of those at `depths`, shares of the decoder in (0, 1].
-        ranks: of tensor parallelism, each with some heads; scores are summed (Eq. 15).
 
     Returns:
         (kept,) int64, ascending; and by request of `step.order` where its rows lie then.
@@ -42,10 +40,6 @@ def select_packed(
         wide = [x.transpose(0, 1).unsqueeze(0).expand(len(requests), -1, -1, -1) for x in (q, k)]
         terms = (spec.scale, spec.softcap, sinks, None, how.last_n, how.block_size, how.score_dtype)
         scores = ops.score(*wide, None, bounds, *terms)
-        if ranks > 1:
-            from vllm.distributed import tensor_model_parallel_all_reduce
-
-            scores = tensor_model_parallel_all_reduce(scores)
         kept, after = ops.select(
             scores, bounds, whole, how.block_size, how.last_n, how.sink_tokens, how.p, how.keep_ratio
         )
