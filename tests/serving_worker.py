@@ -22,6 +22,21 @@ os.environ |= {
 }
 
 
+def count_replays() -> list[int]:
+    """A list that grows by a 1 whenever a CUDA graph is replayed."""
+    import torch
+
+    found: list[int] = []
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(self: Any) -> None:
+        found.append(1)
+        original(self)
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    return found
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -36,6 +51,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
     }  # fmt: skip
+    replayed = count_replays()
     engine = dict(case["engine"])
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
@@ -84,7 +100,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name.startswith("uniprefill:")]
     counts = {"".join((s.name, *s.labels.values())): s.value for s in samples if s.name.endswith("_total")}
     sizes = [list(s.tokens.values()) for s in seen]
-    return {"outputs": results, "prefills": prefills, "counts": counts, "steps": sizes}
+    return {
+        "outputs": results, "prefills": prefills, "counts": counts, "steps": sizes, "replays": len(replayed),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
