@@ -37,6 +37,13 @@ def count_replays() -> list[int]:
     return found
 
 
+def compilations() -> int:
+    """How many graphs AOTAutograd has compiled, or found in its cache, in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["aot_autograd"]["total"])
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -56,6 +63,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
     llm = LLM(case["model"], **(engine_options | own | engine))
+    at_start = compilations()
     seen: list[Any] = []
     if steps.current() is not None:
         steps.current().watchers.append(seen)  # type: ignore[union-attr]
@@ -102,6 +110,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     sizes = [list(s.tokens.values()) for s in seen]
     return {
         "outputs": results, "prefills": prefills, "counts": counts, "steps": sizes, "replays": len(replayed),
+        "compilations": [at_start, compilations()],
     }  # fmt: skip
 
 

@@ -45,9 +45,14 @@ def requests() -> dict[str, Any]:
     return found | {f"{name} dense": request | dense for name, request in found.items() if name != "short"}
 
 
+def small(scale: float) -> Any:
+    """scale: of its random weights; errors grow with it."""
+    return tiny_llama(layers=4, hidden_size=256, head_dim=64, tie_word_embeddings=False, initializer_range=scale)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    made = tiny_llama(layers=4, hidden_size=256, head_dim=64, tie_word_embeddings=False, initializer_range=0.1)
+    made = small(0.1)
     made.save_pretrained(tmp_path)
     return made
 
@@ -66,9 +71,12 @@ def test_float32(graphs: bool, runner: str, inner: str, model: Any, tmp_path: Pa
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
 
 
-def test_flash_attention_rounds_no_more_than_without_drops(model: Any, tmp_path: Path) -> None:
-    """float16 with CUDA graphs. An answer that drops may be off by 1.5 times what dense ones are, on average."""
-    model = model.half().float()  # weights that both hold
+def test_flash_attention_rounds_no_more_than_without_drops(tmp_path: Path) -> None:
+    """float16 with CUDA graphs. An answer that drops may be off by 1.5 times what dense ones are, on average.
+
+    On vLLM's CPU build both are off by 0.006 there, and by 0.02 where lengths are those of an earlier step.
+    """
+    model = small(0.06).half().float()  # weights that both hold
     model.save_pretrained(tmp_path)
     options = OPTIONS | {"inner_backend": "inductor"}
     engine = ENGINE | GRAPHS | {"attention_backend": "FLASH_ATTN", "dtype": "float16"}
@@ -78,4 +86,4 @@ def test_flash_attention_rounds_no_more_than_without_drops(model: Any, tmp_path:
     dense = statistics.mean(e for a in answers if not a.dropped for e in a.errors)
     assert sum(a.dropped for a in answers) >= 5 and served["replays"] >= 64
     print(f"mean error of log-probabilities: dropped {dropped:.2g}, dense {dense:.2g}")
-    assert dense < 0.2 and dropped < 1.5 * dense, (dropped, dense)
+    assert dense < 0.012 and dropped < 1.5 * dense, (dropped, dense)
