@@ -9,6 +9,7 @@ The case: `model`, `engine` (keyword arguments of LLM), `options` (of `engine_ar
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -37,11 +38,19 @@ def count_replays() -> list[int]:
     return found
 
 
-def compilations() -> int:
-    """How many graphs AOTAutograd has compiled, or found in its cache, in this process."""
-    from torch._dynamo.utils import counters
+class Compilations(logging.Handler):
+    """What the package says that it compiled in this process."""
 
-    return int(counters["aot_autograd"]["total"])
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        pieces = logging.getLogger("uniprefill_fx.lowering.pieces")
+        pieces.setLevel(logging.INFO)
+        pieces.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "compiled for sizes" in record.getMessage():
+            self.found.append(record.getMessage())
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +67,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
     }  # fmt: skip
-    replayed = count_replays()
+    replayed, compilations = count_replays(), Compilations()
     engine = dict(case["engine"])
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
     llm = LLM(case["model"], **(engine_options | own | engine))
-    at_start = compilations()
+    at_start = len(compilations.found)
     seen: list[Any] = []
     if steps.current() is not None:
         steps.current().watchers.append(seen)  # type: ignore[union-attr]
@@ -110,7 +119,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     sizes = [list(s.tokens.values()) for s in seen]
     return {
         "outputs": results, "prefills": prefills, "counts": counts, "steps": sizes, "replays": len(replayed),
-        "compilations": [at_start, compilations()],
+        "compilations": [at_start, len(compilations.found)],
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ No interface of vLLM hands that to a compile backend. The methods below are wrap
 and never otherwise. Both runners take a `SchedulerOutput`; the older one keeps the order of requests in its
 `input_batch`, the newer one returns it from `prepare_inputs`.
 
-Workers are wrapped where they warm up: what vLLM computes then is no request of anybody, and prompts that drop follow.
+Workers are wrapped where they warm up: prompts that drop come first, and none of what is computed then is counted.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
         if steps is None:
             return original(self, *args, **kwargs)
         with steps.uncounted():
-            done = original(self, *args, **kwargs)
             if steps.warm_up and steps.drops:
-                warm_up(self, steps)
-        return done
+                warm_up(self, steps)  # before vLLM frees what that took, captures its graphs and resets its seed
+            return original(self, *args, **kwargs)
 
     return compile_or_warm_up_model
