@@ -24,7 +24,7 @@ ENGINE: dict[str, Any] = {
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 1 << 30,  # whatever else runs on the card
     "block_size": 16,
-    "num_gpu_blocks_override": 80,  # about three requests at once: blocks are used again
+    "num_gpu_blocks_override": 120,  # about four requests at once: blocks are used again
 }
 GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY"}
 FLOAT32 = {"attention_backend": "TRITON_ATTN", "dtype": "float32"}
