@@ -78,7 +78,6 @@ def check(vllm_config: Any) -> None:
         "out": vllm_config.speculative_config is not None,
         "a KV connector: whoever reads the blocks elsewhere does not know which tokens they hold; leave "
         "kv_transfer_config out": vllm_config.kv_transfer_config is not None,
-        "tensor parallelism: it was not tested; pass tensor_parallel_size=1": parallel.tensor_parallel_size > 1,
         "pipeline parallelism: the kept rows of a step would have to travel along; pass "
         "pipeline_parallel_size=1": parallel.pipeline_parallel_size > 1,
         "data parallelism: ranks exchange the number of their tokens before any is dropped; pass "
