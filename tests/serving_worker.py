@@ -22,6 +22,11 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one machine with as many cores as there are
 }
 
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
+    "max_num_seqs": 8,
+}  # fmt: skip
+
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
@@ -33,14 +38,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {"enable_prefix_caching": False}
     if case["options"] is not None:
         own = served.engine_args(**case["options"])
-    engine_options = {
-        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
-        "max_num_seqs": 8,
-    }  # fmt: skip
     engine = dict(case["engine"])
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
-    llm = LLM(case["model"], **(engine_options | own | engine))
+    llm = LLM(case["model"], **(ENGINE | own | engine))
     llm.collective_rpc(watch)
     core, waiting = llm.llm_engine, dict(case["requests"])
     outputs: dict[str, dict[int, Any]] = {}
