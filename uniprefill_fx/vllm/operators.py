@@ -35,7 +35,7 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "vllm::qwen_gdn_attention_core": ("core_attn_out",),
     "vllm::cpu_gdn_attention_core": ("core_attn_out",),
 }
-EXCHANGE_NOTHING = frozenset({"_C::cpu_fused_moe"})
+EXCHANGE_NOTHING = frozenset({"_C::cpu_fused_moe", "_C::weight_packed_linear"})
 """Operators that the analysis may run on random rows where there are several ranks."""
 
 
