@@ -9,6 +9,7 @@ The case: `model`, `engine` (keyword arguments of LLM), `options` (of `engine_ar
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,36 @@ ENGINE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def count_replays() -> list[int]:
+    """A list that grows by a 1 whenever a CUDA graph is replayed."""
+    import torch
+
+    found: list[int] = []
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(self: Any) -> None:
+        found.append(1)
+        original(self)
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    return found
+
+
+class Compilations(logging.Handler):
+    """What the package says that it compiled in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        pieces = logging.getLogger("uniprefill_fx.lowering.pieces")
+        pieces.setLevel(logging.INFO)
+        pieces.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "compiled for sizes" in record.getMessage():
+            self.found.append(record.getMessage())
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -38,10 +69,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {"enable_prefix_caching": False}
     if case["options"] is not None:
         own = served.engine_args(**case["options"])
+    replayed, compilations = count_replays(), Compilations()
     engine = dict(case["engine"])
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
     llm = LLM(case["model"], **(ENGINE | own | engine))
+    at_start = len(compilations.found)
     llm.collective_rpc(watch)
     core, waiting = llm.llm_engine, dict(case["requests"])
     outputs: dict[str, dict[int, Any]] = {}
@@ -78,7 +111,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if engine.get("tensor_parallel_size", 1) > 1:
         for own, more in zip(found, llm.collective_rpc(exchanged), strict=True):
             own |= more
-    return {"outputs": results, "ranks": found} | found[0]
+    compiled = {"replays": len(replayed), "compilations": [at_start, len(compilations.found)]}  # by this process
+    return {"outputs": results, "ranks": found} | compiled | found[0]
 
 
 def watch(worker: Any) -> None:

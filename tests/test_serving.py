@@ -122,8 +122,12 @@ def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:
     assert served["counts"][f"uniprefill:requests_dense_total{whole}"] >= 1 and dropped >= 1
 
 
-def test_compiled_by_inductor(llama: tuple[Any, Path]) -> None:
+def test_compiled_by_inductor_before_the_first_request(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     options = OPTIONS | {"inner_backend": "inductor", "p": [0.9, 0.6]}
     requests = {f"r{i}": {"prompt": prompt(n, 40 + i), "add_at": i} for i, n in enumerate((300, 460, 40))}
-    assert check(model, serve(folder, requests, options), requests, options) == 2
+    served = serve(folder, requests, options)
+    assert check(model, served, requests, options) == 2
+    at_start, at_end = served["compilations"]
+    assert at_start == at_end == 5, "a request compiled"  # pieces before, between and behind attention and selections
+    assert sum(value for name, value in served["counts"].items() if "dropped_total" in name) == 2  # no warm-up

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from uniprefill_fx.config import PrefillConfig
@@ -31,7 +32,7 @@ from uniprefill_fx.runtime.prefill import released_after
 from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops, ranks
 from uniprefill_fx.vllm.attention import Reader, layer_argument, layer_number, sinks_of
 from uniprefill_fx.vllm.normalize import normalize, one_token_count
-from uniprefill_fx.vllm.options import check, config_of
+from uniprefill_fx.vllm.options import check, config_of, warms_up
 from uniprefill_fx.vllm.plan import plan_served
 from uniprefill_fx.vllm.rewrite import drop_served, runs_outside
 from uniprefill_fx.vllm.select import select_packed
@@ -68,6 +69,7 @@ def _backend(
     operators.register()
     layers: Mapping[str, Any] = get_forward_context().no_compile_layers
     steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None)
+    steps.warm_up = warms_up(vllm_config)
     inner = inner_backend(config)
     dropped = copy_module(gm)
     plan = _planned(dropped, example_inputs, layers, config)
@@ -182,6 +184,8 @@ class Served:
         step = self.steps.step
         if step is None or not step.dropping:
             return self.plain(*args)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("uniprefill: a CUDA graph is captured in a step that drops tokens. Please report this.")
         self.steps.ordered()
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
         for (piece, run), released in zip(self.runs, self.released, strict=True):

@@ -75,6 +75,7 @@ class Steps:
 
     Attributes:
         drops: how many drops there are; 0: none, because of `reason`.
+        warm_up: whether prompts that drop are run while the engine starts.
     """
 
     def __init__(self, config: PrefillConfig, count: Callable[[Step], None] | None = None) -> None:
@@ -84,6 +85,7 @@ class Steps:
         self.last: Step | None = None
         self.watchers: list[list[Step]] = []
         self.count = count
+        self.warm_up, self.counting = False, True
         self.ask_order: Callable[[], Sequence[str]] | None = None
 
     def begin(self, scheduled: Any, ask_order: Callable[[], Sequence[str]] | None = None) -> None:
@@ -160,8 +162,11 @@ class Steps:
     def end(self) -> None:
         """After the forward."""
         step, self.step = self.step, None
-        if step is None:
+        if step is None or not self.counting:
             return
+        for name in [name for name in step.dropping if name not in step.kept]:
+            del step.dropping[name]
+            step.dense[name] = "the step replayed a CUDA graph, which drops nothing"
         self.last = step
         for watcher in self.watchers:
             watcher.append(step)
@@ -172,6 +177,15 @@ class Steps:
         for name in step.dropping:
             kept = [len(rows) for rows in step.kept.get(name, [])]
             log.debug("request %s kept %s of %d tokens", name, kept, step.tokens[name])
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Steps inside of the context are seen by nobody: the engine warms up."""
+        self.counting = False
+        try:
+            yield
+        finally:
+            self.counting = True
 
     def lost(self, names: Sequence[str], segment: int) -> list[int]:
         """By request, how many tokens the caches of a segment (1: behind the first drop) lack."""
