@@ -42,13 +42,8 @@ def points(reports: Sequence[dict[str, Any]], tokens: int) -> list[Point]:
     return sorted(found, key=lambda point: point.compute)
 
 
-def names_of_presets() -> dict[str, str]:
-    """By setting, as `real_model.py` writes it, of a model that drops at a third and at two thirds of its depth."""
-    return {f"p={preset.early:g}..{preset.late:g}": name for name, preset in PRESETS.items()}
-
-
 def look(setting: str) -> tuple[str, str]:
-    if setting in names_of_presets():
+    if setting in PRESETS:
         return PRESET, "D"
     return (TWO_P, "o") if ".." in setting else (ONE_P, "s")
 
@@ -76,8 +71,8 @@ def draw(reports: Sequence[dict[str, Any]], out: Path) -> None:
                 axis.plot([at, at], [point.median, point.worst], color=color, alpha=0.3, linewidth=1)
                 axis.plot(at, point.median, color=color, marker=marker, markersize=6 if color == PRESET else 4)
                 if color == PRESET:
-                    name = names_of_presets()[point.setting]
-                    axis.annotate(name, (at, point.median), xytext=(5, 3), textcoords="offset points", fontsize=7)
+                    beside = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7}
+                    axis.annotate(point.setting, (at, point.median), **beside)
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
             axis.set_xlabel("compute, of dense" if row == 0 else "first token, ms", fontsize=8)

@@ -33,15 +33,18 @@ def serve(
 
     variables: further ones of the environment.
     """
+    return run("serving_worker.py", folder, {"engine": engine, "options": options, "requests": requests}, variables)
+
+
+def run(worker: str, folder: Path, asked: dict[str, Any], variables: Mapping[str, str] | None = None) -> Any:
+    """What a worker answered in a process of its own, about the model in `folder`; else what it wrote, as a string."""
     case, result = folder / "case.json", folder / "result.json"
     result.unlink(missing_ok=True)
-    case.write_text(
-        json.dumps({"model": str(folder), "engine": engine, "options": options, "requests": requests}), "utf-8"
-    )
+    case.write_text(json.dumps({"model": str(folder)} | asked), "utf-8")
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = dict(os.environ, PYTHONPATH=paths, OMP_WAIT_POLICY="PASSIVE") | dict(variables or {})
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "serving_worker.py"), str(case), str(result)],
+        [sys.executable, str(ROOT / "tests" / worker), str(case), str(result)],
         capture_output=True,
         text=True,
         env=environment,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import OPTIONS, check, prompt, serve
+import torch
+from eager_reference import EagerReference
+from serving_cases import OPTIONS, check, prompt, run, serve, spec_of
 from tiny import tiny_llama
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (make test-vllm)")
@@ -89,6 +91,26 @@ def test_preempted_requests_resume(llama: tuple[Any, Path]) -> None:
     requests = {f"r{i}": {"prompt": prompt(240 + i, 20 + i), "max_tokens": 40} for i in range(4)}
     served = serve(folder, requests, num_gpu_blocks_override=18, block_size=64)
     assert check(model, served, requests) > len(requests), "nothing was preempted"
+
+
+@pytest.mark.slow
+def test_a_session_goes_on_behind_what_was_dropped(llama: tuple[Any, Path]) -> None:
+    """Each turn's tokens see the keys that the turns before left. vLLM hands each turn in as a new request."""
+    model, folder = llama
+    turns, made = [prompt(400, 50), prompt(90, 51), prompt(150, 52)], 4
+    served = run("serving_session.py", folder, {"options": OPTIONS, "turns": turns, "made": made})
+    assert not isinstance(served, str), served[-3000:]
+    assert [bool(p["kept"]) for p in served["prefills"]] == [True, False, False]
+    reference = EagerReference(model, spec_of(OPTIONS))
+    for i, (turn, found) in enumerate(zip(turns, served["turns"], strict=True)):
+        ids = torch.tensor([turn])
+        logits = reference.step(ids)[0, -1] if i else reference.prefill(ids).last_logits[0, -1]
+        for j, (token, logprobs) in enumerate(found):
+            assert token == int(logits.argmax())
+            want = logits.log_softmax(-1)
+            assert all(abs(value - float(want[int(key)])) < 1e-4 for key, value in logprobs.items())
+            if j < made - 1:  # the last one is no input of anything
+                logits = reference.step(torch.tensor([[token]]))[0, -1]
 
 
 def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:

@@ -27,7 +27,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connector",
     ),
-    "tensor": ({"tensor_parallel_size": 2}, "tensor parallelism"),
+    "adapters": ({"enable_lora": True}, "LoRA"),
+    "experts": ({"enable_return_routed_experts": True}, "returned experts"),
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
     "data": ({"data_parallel_size": 2}, "data parallelism"),
     "expert": ({"enable_expert_parallel": True}, "expert parallelism"),

@@ -102,7 +102,6 @@ def check(vllm_config: Any) -> None:
         "out": vllm_config.speculative_config is not None,
         "a KV connector: whoever reads the blocks elsewhere does not know which tokens they hold; leave "
         "kv_transfer_config out": vllm_config.kv_transfer_config is not None,
-        "tensor parallelism: it was not tested; pass tensor_parallel_size=1": parallel.tensor_parallel_size > 1,
         "pipeline parallelism: the kept rows of a step would have to travel along; pass "
         "pipeline_parallel_size=1": parallel.pipeline_parallel_size > 1,
         "data parallelism: ranks exchange the number of their tokens before any is dropped; pass "
@@ -116,6 +115,11 @@ def check(vllm_config: Any) -> None:
         "micro-batches: a step is cut in two before it is known what is dropped; leave enable_dbo out": bool(
             getattr(parallel, "enable_dbo", False)
         ),
+        "LoRA adapters: which rows are of which adapter is told by the places of all tokens; leave enable_lora "
+        "out": vllm_config.lora_config is not None,
+        "returned experts: dropped tokens have none; leave enable_return_routed_experts out": _returns_experts(
+            vllm_config
+        ),
         "a pooling model: it reads the rows of all tokens": model.runner_type != "generate",
         "the hybrid KV cache manager with sliding windows: it frees blocks by the places that tokens had before any "
         "was dropped; pass disable_hybrid_kv_cache_manager=True": windows
@@ -128,6 +132,11 @@ def check(vllm_config: Any) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ServingError(f"uniprefill does not serve with {reason}.")
+
+
+def _returns_experts(vllm_config: Any) -> bool:
+    homes = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)  # by version
+    return any(getattr(home, "enable_return_routed_experts", False) for home in homes)
 
 
 def _windows(text_config: Any) -> bool:

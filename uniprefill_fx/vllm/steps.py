@@ -104,7 +104,9 @@ class Steps:
             tokens = len(known) if known is not None else int(new.prompt_embeds.shape[0])
             config, reason = self._options(new)
             prompt = tokens if new.prompt_token_ids is None else len(new.prompt_token_ids)
-            self.requests[new.req_id] = Request(prompt, config, reason, [0] * self.drops)
+            held = self.requests.get(new.req_id)  # a session whose input goes on keeps its caches
+            lacking = held.dropped if held is not None and new.num_computed_tokens else [0] * self.drops
+            self.requests[new.req_id] = Request(prompt, config, reason, lacking)
             self._decide(step, new.req_id, tokens, new.num_computed_tokens)
         again = scheduled.scheduled_cached_reqs
         for i, name in enumerate(again.req_ids):
@@ -136,11 +138,11 @@ class Steps:
         if not self.drops:
             reason = self.reason
         elif computed:
-            reason = "keys of earlier tokens: a cached prefix"
+            reason = "keys of earlier tokens: a session that goes on, or a cached prefix"
         elif step.tokens[name] < tokens:
             reason = "the prompt does not arrive whole (chunked prefill)"
-        elif request.config is not None and tokens < request.config.min_tokens:
-            reason = "below min_tokens"
+        elif request.config is not None and request.prompt < request.config.min_tokens:
+            reason = "below min_tokens"  # whatever was generated before a preemption
         if reason is None and request.config is not None:
             step.dropping[name] = request.config
         else:
