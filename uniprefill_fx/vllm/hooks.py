@@ -21,7 +21,7 @@ RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
 )
-WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"))
+GPU_WORKER, CPU_WORKER = ("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker")
 _wrapped: set[type] = set()
 
 
@@ -31,7 +31,10 @@ def install() -> None:
         runner.execute_model = _execute(runner.execute_model)
         if hasattr(runner, "prepare_inputs"):
             runner.prepare_inputs = _prepare(runner.prepare_inputs)
-    for worker in _not_yet_wrapped(WORKERS):
+    # Asked first: to import vLLM's CPU worker puts placeholders in place of CUDA's streams and events.
+    from vllm.platforms import current_platform
+
+    for worker in _not_yet_wrapped([CPU_WORKER if current_platform.is_cpu() else GPU_WORKER]):
         worker.compile_or_warm_up_model = _warm_up(worker.compile_or_warm_up_model)
 
 
