@@ -52,7 +52,8 @@ def soak(count: int, seed: int) -> dict[str, Any]:
         began = time.perf_counter()
         served = serve(Path(folder), requests, num_gpu_blocks_override=20, max_num_seqs=6, block_size=64)
         served_in = time.perf_counter() - began
-    dropped = check(model, served, requests)
+    # among 20,000 values two float32 programs differ by 1e-4 somewhere: each is compared with float64
+    dropped = check(model.double(), served, requests)
     again = Counter(p["request"] for p in served["prefills"])
     steps = served["steps"]
     return {
