@@ -62,9 +62,16 @@ def spec_of(options: dict[str, Any]) -> DropSpec:
 
 
 def check(
-    model: Any, served: Any, requests: dict[str, Any], options: dict[str, Any] = OPTIONS, tolerance: float = 1e-4
+    model: Any,
+    served: Any,
+    requests: dict[str, Any],
+    options: dict[str, Any] = OPTIONS,
+    tolerance: float = 1e-4,
+    errors: list[float] | None = None,
 ) -> int:
     """Check every token, log-probability and kept set; returns how many prompts dropped tokens.
+
+    errors: gets the largest error of each token.
 
     A tolerance above 1e-3 is for engines that round: the errors of a request may be so large on average, and the
     reference runs on the rows that the engine kept, nine in ten of which it would have kept too.
@@ -75,7 +82,8 @@ def check(
         for output in served["outputs"].get(name, []):
             own = f"{output['index']}_{name}" if request.get("n", 1) > 1 else name  # what vLLM calls its parts
             prefills = [p for p in served["prefills"] if p["request"].split("-")[0] == own]
-            dropped += _check_one(model, request["prompt"], output, prefills, request, options, tolerance)
+            found = [] if errors is None else errors
+            dropped += _check_one(model, request["prompt"], output, prefills, request, options, tolerance, found)
     return dropped
 
 
@@ -87,6 +95,7 @@ def _check_one(
     request: dict[str, Any],
     options: dict[str, Any],
     tolerance: float,
+    all_errors: list[float],
 ) -> int:
     made: list[int] = output["tokens"]
     own = request.get("extra_args") or {}
@@ -117,6 +126,7 @@ def _check_one(
             assert reference is not None
             logits = reference.step(torch.tensor([[made[i - 1]]]))[0, -1]
         errors.append(_error(logits, output["logprobs"][i], token, request.get("temperature", 0.0) == 0.0, exact))
+    all_errors += errors
     worst = max(errors) if exact else sum(errors) / len(errors)
     assert worst < tolerance, errors
     return dropped
