@@ -100,6 +100,7 @@ class CompiledPiece:
 
     def _compile(self, args: Sequence[Any]) -> Variant:
         began = time.perf_counter()
+        log.info("%s: compiling", self.name)
         mode = fake_mode()
         fakes = [self._fake(i, arg, mode) for i, arg in enumerate(args)]
         self._unify(fakes)
