@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import uniprefill_fx
+from uniprefill_fx.runtime import agreement
 from uniprefill_fx.runtime.agreement import Agreement
 
 WORLD = 2
@@ -36,9 +38,9 @@ class Worker:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder = rank, folder
 
-    def split(self, model: Any) -> Any:
+    def split(self, model: Any, mesh: Any = None) -> Any:
         """What `from_pretrained(..., tp_plan="auto")` does with a model that it has loaded."""
-        apply_tensor_parallelism(model, dist.init_device_mesh("cpu", (WORLD,)))
+        apply_tensor_parallelism(model, mesh or dist.init_device_mesh("cpu", (WORLD,)))
         return model
 
     def compiled(self, name: str = "llama", model: Any = None, **extra: Any) -> Any:
@@ -114,22 +116,36 @@ class Worker:
         model = AutoModelForCausalLM.from_pretrained(self.folder / "llama", tp_plan="auto").eval()
         return self.exact(self.compiled(model=model))
 
+    def stock(self) -> Any:
+        """One rank runs the model without this backend: what the other raises. They have a group of their own, as the
+        former is left waiting for its first sum."""
+        mesh = dist.DeviceMesh.from_group(dist.new_group([0, 1], timeout=PATIENCE), "cpu")
+        model = self.split(SPLIT["llama"][0](), mesh)
+        if self.rank:
+            threading.Thread(target=model, args=(token_ids(TOKENS),), daemon=True).start()
+            return {"error": None}
+        agreement.SOON, agreement.PATIENCE = (datetime.timedelta(seconds=seconds) for seconds in (0.1, 2))
+        return self._error(self.compiled(model=model))
+
+    def _error(self, model: Any) -> dict[str, Any]:
+        try:
+            self.prefill(model, token_ids(TOKENS))
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": None}
+
     def dies(self) -> Any:
         """One rank is gone in the middle of a prompt: what the other raises."""
         model = self.compiled()
         if self.rank:
             reached = Agreement.reached
 
-            def reached_and_gone(agreement: Agreement, *decision: Any) -> bool:
-                reached(agreement, *decision)
+            def reached_and_gone(own: Agreement, *decision: Any) -> bool:
+                reached(own, *decision)
                 os._exit(3)
 
             Agreement.reached = reached_and_gone  # type: ignore
-        try:
-            self.prefill(model, token_ids(TOKENS))
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"error": None}
+        return self._error(model)
 
 
 def main() -> None:

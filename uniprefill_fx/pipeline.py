@@ -23,7 +23,7 @@ from uniprefill_fx.frontends.own_attention import OwnAttention, reads_views
 from uniprefill_fx.frontends.prompt_sizes import TraceAgain, trace_symbolic
 from uniprefill_fx.lowering.cache_tag import tag
 from uniprefill_fx.lowering.devices import check_dtypes
-from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend, tensorrt_of
+from uniprefill_fx.lowering.inner import compile_whole, inner_backend, tensorrt_of
 from uniprefill_fx.lowering.pieces import CompiledPiece
 from uniprefill_fx.lowering.prompts import PromptCompiler
 from uniprefill_fx.passes import trace_log
@@ -74,8 +74,7 @@ class Compilation:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], config: PrefillConfig, observed: bool) -> None:
         self.gm, self.inputs, self.config, self.observed = gm, inputs, config, observed
-        self.inner: InnerBackend = inner_backend(config)
-        self.prompts = PromptCompiler(self.inner, tensorrt_of(config))
+        self.prompts = PromptCompiler(inner_backend(config), tensorrt_of(config))
         self.attention: list[AttentionNode] = []
         self.blocked: Refusal | None = None
         self.ranks: Ranks | None = None
@@ -87,10 +86,6 @@ class Compilation:
         self.written: fx.GraphModule | None = None
         self.seconds: dict[str, float] = {}
         self.run: Callable[..., Any] | None = None
-
-    @property
-    def gradients(self) -> bool:
-        return self.blocked is not None and self.blocked.category is Category.GRADIENTS
 
     def refuse(self, refusal: Refusal) -> None:
         """Keep one more reason why something stays as the model wrote it."""
@@ -267,19 +262,20 @@ def _agreement(c: Compilation) -> Agreement | None:
 def _without_drops(c: Compilation) -> Callable[..., Any]:
     """The compiled graph; where its masks are buffers that were looked at, they are looked at again at each call.
 
-    A step has to read its compact cache so: the model's own attention could not."""
+    A step has to read its compact cache so: the model's own attention could not.
+    """
     buffers = tuple(dict.fromkeys(b for a in c.attention for b in sorted(a.causal_buffers)))
     if not buffers or c.plan.prefill:
         lowered = _lowered(c)
         own = c.written if reads_views(lowered.graph) else None  # before it is compiled, which may change it
-        if c.prompts.tensorrt and c.plan.prefill and not c.gradients:
+        if c.prompts.tensorrt and c.plan.prefill and not (c.blocked and c.blocked.category is Category.GRADIENTS):
             return c.prompts.whole(lowered, "dense")
-        run = compile_whole(c.inner, lowered, c.inputs)
+        run = compile_whole(c.prompts.inner, lowered, c.inputs)
         return run if own is None else OwnAttention(run, own, next(iter(c.plan.refusals), None))
     names = [n.name for n in c.gm.graph.nodes if n.op == "placeholder"]
     checks = [(names.index(b.name), Unchanged(b.meta[MARK])) for b in buffers]
-    unlowered = CompiledPiece(copy_module(c.gm), c.inner, "with the model's masks")
-    run = compile_whole(c.inner, _lowered(c, with_buffers=True), c.inputs)
+    unlowered = CompiledPiece(copy_module(c.gm), c.prompts.inner, "with the model's masks")
+    run = compile_whole(c.prompts.inner, _lowered(c, with_buffers=True), c.inputs)
 
     def checked(*args: Any) -> Any:
         as_they_were = all(unchanged(args[index]) for index, unchanged in checks)
@@ -290,7 +286,7 @@ def _without_drops(c: Compilation) -> Callable[..., Any]:
 
 def _lowered(c: Compilation, with_buffers: bool = False) -> fx.GraphModule:
     """The graph without drops: understood attention needs no mask. Where that fails, the model's own stays."""
-    if c.gradients:
+    if c.blocked is not None and c.blocked.category is Category.GRADIENTS:
         return c.gm  # our ops have no backward
     own = copy_module(c.gm)
     began = time.perf_counter()

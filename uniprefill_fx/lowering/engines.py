@@ -2,34 +2,32 @@
 
 A piece is cut around the operators of this package that are not made of torch's own, at which an engine would end in
 any case, and the rest is exported part by part (`torch.export`), with weights as constants and token axes between
-bounds. Attention that PyTorch's computes as well is written so first (`passes.rewrite.plain_attention`). It holds for
-prompts without padding; a call with padding gets parts in which attention is the operator of this package.
+bounds. Attention that PyTorch's computes as well is written so first (`passes.rewrite.plain_attention`), for prompts
+without padding; a call with padding gets parts in which attention is the operator of this package.
 
-What steps of decoding run is not built here: an engine holds a copy of its weights, and cannot write into a cache.
+Steps of decoding have no engines: those hold a copy of their weights, and cannot write into a cache.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim
 
-from uniprefill_fx.lowering.pieces import LazyPiece, Variant, dynamic_sizes
+from uniprefill_fx.errors import Category, refuse
+from uniprefill_fx.lowering.engine_part import EnginePart
 from uniprefill_fx.lowering.tensorrt import TensorRT
 from uniprefill_fx.ops import gather
 from uniprefill_fx.passes.cleanup import clean
-from uniprefill_fx.passes.node_utils import copy_module, expression, meta, shape
-from uniprefill_fx.passes.operator_internals import version_of
+from uniprefill_fx.passes.dataflow import aliases, written_nodes
+from uniprefill_fx.passes.node_utils import arguments, copy_module, expression, meta, shape
 from uniprefill_fx.passes.rewrite.plain_attention import find_plain_attention, is_whole, write_plainly
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
-from uniprefill_fx.runtime.warn_once import warn_once
 from uniprefill_fx.torch_internals import is_static_input
 
 log = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ class EnginePiece:
         batch: sizes that engines are built for one by one: of the batch.
 
     Raises:
-        RefusalError: one of our operators lies in an autocast region, which no part could hold whole.
+        RefusalError: a part writes into what it is given, or an autocast region lies around one of our operators.
     """
 
     def __init__(self, gm: fx.GraphModule, tensorrt: TensorRT, name: str, batch: Collection[sympy.Expr] = ()) -> None:
@@ -59,120 +57,6 @@ class EnginePiece:
         return (self.whole if self.is_whole(args) else self.padded)(*args)
 
 
-class EnginePart(LazyPiece):
-    """Operators in a row, as one program for torch-tensorrt. Weights are part of it, and are looked at in each call."""
-
-    def __init__(self, gm: fx.GraphModule, tensorrt: TensorRT, name: str, batch: Collection[sympy.Expr]) -> None:
-        super().__init__(gm, name)
-        self.tensorrt = tensorrt
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        self.static = [is_static_input(node) for node in placeholders]
-        self.free = [i for i, n in enumerate(placeholders) if not self.static[i] and isinstance(meta(n), Tensor)]
-        self.dynamic: dict[int, dict[int, Any]] = {}  # by input and dimension, expressions of token counts
-        for i in self.free:
-            self.dynamic[i] = {
-                d: e for d, e in dynamic_sizes(placeholders[i]).items() if d is not None and e not in batch
-            }
-
-    def __call__(self, *args: Any) -> Any:
-        tokens = self.tensorrt.tokens
-        sizes = [args[i].shape[d] for i in self.free for d, size in self.dynamic[i].items() if size.is_Symbol]
-        if sizes and not tokens.lowest <= min(sizes) <= max(sizes) <= tokens.highest:
-            warn_once(
-                "engine bounds",
-                f"an axis of {min(sizes)} to {max(sizes)} rows lies outside of min_tokens={tokens.lowest} to "
-                f"max_tokens={tokens.highest} of inner_options: it runs without TensorRT.",
-            )
-            return self.gm(*args)
-        return super().__call__(*args)
-
-    def _compile(self, args: Sequence[Any]) -> Variant:
-        gm = copy_module(self.gm)
-        weights = _as_constants(gm, args, self.static)
-        with torch.inference_mode(False), torch.no_grad():
-            examples = [self._example(i, args) for i in self.free]
-            dims = tuple(self._ranges(i, x) for i, x in zip(self.free, examples, strict=True))
-            exported = torch.export.export(gm, tuple(examples), dynamic_shapes=dims, strict=False)
-        values = [n.meta["val"] for n in exported.graph.nodes if n.name in exported.graph_signature.user_inputs]
-        bounds = {symbol: (int(r.lower), int(r.upper)) for symbol, r in exported.range_constraints.items()}
-        shapes = [_shapes(value, example, bounds) for value, example in zip(values, examples, strict=True)]
-        log.info("%s: exported for shapes %s", self.name, shapes)
-        run = self.tensorrt.build(self.name, exported, shapes, examples)
-
-        def called(*now: Any) -> Any:
-            return run(*(now[i] for i in self.free))
-
-        # Engines of weights that have changed are of no use, and hold memory.
-        self.variants = [v for v in self.variants if not (isinstance(v.holds, _Fits) and v.holds.weights.gone())]
-        return Variant(called, lambda now: [], _Fits(self.free, values, bounds, examples, weights))
-
-    def _example(self, i: int, args: Sequence[Any]) -> Tensor:
-        """An input of the sizes that engines are tuned for; only its kind and its sizes are looked at."""
-        best = self.tensorrt.tokens.best
-        sizes = list(args[i].shape)
-        for d, size in self.dynamic[i].items():
-            if best is not None and sizes[d] not in (0, 1):
-                sizes[d] = _at(size, best)
-        return torch.empty(sizes, dtype=args[i].dtype, device=args[i].device)
-
-    def _ranges(self, i: int, example: Tensor) -> dict[int, Any]:
-        """The bounds of the token axes of an input. An axis of one row stays one."""
-        tokens, auto = self.tensorrt.tokens, Dim.AUTO
-        return {
-            d: auto(min=_at(size, tokens.lowest), max=_at(size, tokens.highest))
-            for d, size in self.dynamic[i].items()
-            if example.shape[d] not in (0, 1)
-        }
-
-
-class _Fits:
-    """Whether arguments are such as a program was exported for: shapes, kinds, and the very weights."""
-
-    def __init__(
-        self,
-        free: Sequence[int],
-        values: Sequence[Tensor],
-        bounds: Mapping[sympy.Symbol, tuple[int, int]],
-        examples: Sequence[Tensor],
-        weights: _Weights,
-    ) -> None:
-        self.kinds = [(i, x.dtype, x.device) for i, x in zip(free, examples, strict=True)]
-        self.shapes = [tuple(expression(size) for size in value.shape) for value in values]
-        self.bounds, self.weights = bounds, weights
-
-    def __call__(self, args: Sequence[Any]) -> bool:
-        found: dict[sympy.Symbol, int] = {}
-        later: list[tuple[sympy.Expr, int]] = []
-        for (i, dtype, device), sizes in zip(self.kinds, self.shapes, strict=True):
-            x = args[i]
-            if x.dtype is not dtype or x.device != device or x.ndim != len(sizes):
-                return False
-            for size, own in zip(sizes, x.shape, strict=True):
-                if size.is_Symbol:
-                    low, high = self.bounds.get(size, (own, own))
-                    if found.setdefault(size, own) != own or not low <= own <= high:
-                        return False
-                else:
-                    later.append((size, own))
-        return all(size.xreplace(found) == own for size, own in later) and self.weights(args)
-
-
-class _Weights:
-    """Whether arguments hold the very weights that a program was made with, unchanged since then."""
-
-    def __init__(self, weights: dict[int, Tensor]) -> None:
-        # Not held: the program shares their memory, and a weight that is gone elsewhere will not be asked for again.
-        self.held = [(i, weakref.ref(w), _version(w)) for i, w in weights.items()]
-
-    def __call__(self, args: Sequence[Any]) -> bool:
-        return all(ref() is args[i] and _version(args[i]) == version for i, ref, version in self.held)
-
-    def gone(self) -> bool:
-        """Whether no arguments can hold them again."""
-        now = ((ref(), version) for _, ref, version in self.held)
-        return any(weight is None or _version(weight) != version for weight, version in now)
-
-
 def _chain(
     gm: fx.GraphModule, tensorrt: TensorRT, name: str, batch: Collection[sympy.Expr]
 ) -> tuple[fx.GraphModule, list[EnginePart]]:
@@ -180,17 +64,23 @@ def _chain(
     parts: list[EnginePart] = []
     graph, modules = fx.Graph(), nn.Module()
     values: dict[fx.Node, Any] = {n: graph.node_copy(n) for n in gm.graph.find_nodes(op="placeholder")}
-    for number, piece in enumerate(split_at_selections(gm, _is_outside)):
+    late = _made_for_the_caller(gm.graph)
+    for node in late:
+        gm.graph.output_node().prepend(node)  # where they cut nothing
+    for number, piece in enumerate(split_at_selections(gm, lambda node: node in late or _is_outside(node))):
         # A size at an edge is read off a tensor there: engines take and return tensors.
         sizes = {n: where for n in piece.outputs if (where := _dimension(n, values)) is not None}
         returned = [n for n in piece.outputs if n not in sizes]
         own = _with_own_sizes(piece, returned)
+        if not piece.selection:
+            _check_writes(own)
         run: Any = own
-        if not piece.selection and _is_program(own):
+        hindrance = "" if piece.selection else _hindrance(own)
+        if hindrance:
+            log.info("%s, part %d: runs in PyTorch: %s", name, number, hindrance)
+        elif not piece.selection:
             run = EnginePart(own, tensorrt, f"{name}, part {number}", batch)
             parts.append(run)
-        elif not piece.selection:
-            log.info("%s, part %d: runs in PyTorch, as it takes or returns more than tensors", name, number)
         setattr(modules, f"part_{number}", _Calls(run))
         if returned:
             out = graph.call_module(f"part_{number}", tuple(values[n] for n in piece.inputs))
@@ -253,48 +143,38 @@ def _with_own_sizes(piece: Piece, returned: Collection[fx.Node]) -> fx.GraphModu
     return gm
 
 
-def _is_program(gm: fx.GraphModule) -> bool:
-    """Whether a graph takes and returns tensors, some of which are no weights."""
+def _hindrance(gm: fx.GraphModule) -> str:
+    """Why a graph is no program for the library; "" where it takes and returns tensors, some of which are no weights."""
     taken = [n for n in gm.graph.find_nodes(op="placeholder") if n.users]
     outputs: Any = gm.graph.output_node().args[0]
-    free = any(not is_static_input(n) for n in taken)
-    return free and bool(outputs) and all(isinstance(meta(n), Tensor) for n in [*taken, *outputs])
+    others = [n.name for n in (*taken, *outputs) if not isinstance(meta(n), Tensor)]
+    if others:
+        return f"takes or returns what is no tensor: {', '.join(others)}"
+    if not outputs or all(is_static_input(n) for n in taken):
+        return "returns nothing, or reads weights alone"
+    return ""
 
 
-def _as_constants(gm: fx.GraphModule, args: Sequence[Any], static: Sequence[bool]) -> _Weights:
-    """Make weights attributes of a module in place of inputs, and take away inputs that nobody reads."""
-    weights: dict[int, Tensor] = {}
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if static[i]:
-            weights[i] = args[i]
-            with torch.inference_mode(False):
-                value = args[i].detach()
-            if isinstance(args[i], nn.Parameter):
-                gm.register_parameter(f"weight_{i}", nn.Parameter(value, requires_grad=False))
-            else:
-                gm.register_buffer(f"weight_{i}", value)
-            with gm.graph.inserting_before(node):
-                node.replace_all_uses_with(gm.graph.get_attr(f"weight_{i}"))
-        if static[i] or not isinstance(args[i], Tensor):
-            gm.graph.erase_node(node)
-    gm.recompile()
-    return _Weights(weights)
+def _made_for_the_caller(graph: fx.Graph) -> set[fx.Node]:
+    """Tensors that are made of sizes alone and only returned: what a cache layer notes of the tokens that it saw."""
+    return {
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and isinstance(meta(node), Tensor)
+        and not any(isinstance(a, fx.Node) and isinstance(meta(a), Tensor) for a in arguments(node))
+        and all(user.op == "output" for user in node.users)
+    }
 
 
-def _shapes(
-    value: Tensor, example: Tensor, bounds: Mapping[sympy.Symbol, tuple[int, int]]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The least, the best and the largest shape of an input."""
-    sizes = [expression(size) for size in value.shape]
-    ends = ({symbol: end[side] for symbol, end in bounds.items()} for side in (0, 1))
-    least, largest = (tuple(int(size.xreplace(end)) for size in sizes) for end in ends)
-    return least, tuple(example.shape), largest
+def _check_writes(gm: fx.GraphModule) -> None:
+    """Check that a part writes only into tensors that it makes.
 
-
-def _at(size: sympy.Expr, tokens: int) -> int:
-    """A size where every token axis has so many rows."""
-    return int(size.xreplace({symbol: sympy.Integer(tokens) for symbol in size.free_symbols}))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
+    Raises:
+        RefusalError: it writes into one that it is given. Behind an engine that one is a copy, and others read another.
+    """
+    for node in gm.graph.nodes:
+        for written in written_nodes(node):
+            if any(alias.op == "placeholder" for alias in aliases(written)):
+                seen = f"`{node.name}` writes into a tensor that others see (a static cache, say)"
+                raise refuse(Category.MUTATION, seen, "engines return copies")

@@ -15,9 +15,7 @@ from uniprefill_fx.lowering.engines import EnginePiece
 from uniprefill_fx.lowering.inner import InnerBackend
 from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
 from uniprefill_fx.lowering.tensorrt import TensorRT
-from uniprefill_fx.passes.dataflow import written_nodes
 from uniprefill_fx.passes.rewrite.split import Piece
-from uniprefill_fx.runtime.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 CompiledPrompt = CompiledPiece | EnginePiece
@@ -50,13 +48,8 @@ class PromptCompiler:
     def _engines(self, gm: fx.GraphModule, name: str) -> EnginePiece | None:
         if self.tensorrt is None:
             return None
-        if any(written_nodes(node) for node in gm.graph.nodes):
-            reason = "the model writes into tensors that others see (a static cache, say), which engines cannot"
-        else:
-            try:
-                return EnginePiece(gm, self.tensorrt, name, self.batch)
-            except RefusalError as error:
-                reason = str(error)
-        log.info("%s: compiled by Inductor: %s", name, reason)
-        warn_once("no engines", f"Inductor compiles the prompt in place of TensorRT: {reason}.")
-        return None
+        try:
+            return EnginePiece(gm, self.tensorrt, name, self.batch)
+        except RefusalError as error:
+            log.warning("%s: Inductor compiles it in place of TensorRT: %s", name, error)
+            return None
