@@ -10,9 +10,10 @@ Steps of decoding have no engines: those hold a copy of their weights, and canno
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import sympy
@@ -68,10 +69,17 @@ def _chain(
     for node in late:
         gm.graph.output_node().prepend(node)  # where they cut nothing
     for number, piece in enumerate(split_at_selections(gm, lambda node: node in late or _is_outside(node))):
+        own = _with_own_sizes(piece)
         # A size at an edge is read off a tensor there: engines take and return tensors.
-        sizes = {n: where for n in piece.outputs if (where := _dimension(n, values)) is not None}
+        sizes = {
+            n: known
+            for n in piece.outputs
+            if isinstance(meta(n), torch.SymInt) and (known := _size(graph, expression(n), values)) is not None
+        }
         returned = [n for n in piece.outputs if n not in sizes]
-        own = _with_own_sizes(piece, returned)
+        results: Any = own.graph.output_node().args[0]
+        own.graph.output_node().args = (tuple(r for r, n in zip(results, piece.outputs, strict=True) if n in returned),)
+        clean(own)
         if not piece.selection:
             _check_writes(own)
         run: Any = own
@@ -84,8 +92,7 @@ def _chain(
         setattr(modules, f"part_{number}", _Calls(run))
         if returned:
             out = graph.call_module(f"part_{number}", tuple(values[n] for n in piece.inputs))
-        for n, (tensor, d) in sizes.items():
-            values[n] = graph.call_function(torch.ops.aten.sym_size.int, (values[tensor], d))
+        values |= sizes
         for i, n in enumerate(returned):
             values[n] = graph.call_function(operator.getitem, (out, i))
     graph.output(fx.node.map_arg(gm.graph.output_node().args[0], values.__getitem__))
@@ -117,34 +124,41 @@ def _composite(node: fx.Node) -> Callable[..., Any] | None:
     return COMPOSITE.get(str(node.target).removesuffix(".default"))  # "uniprefill.compact.default"
 
 
-def _dimension(size: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Where a size can be read off one of some tensors; None for a node that is no size, or if it cannot."""
-    if not isinstance(meta(size), torch.SymInt):
+def _size(graph: fx.Graph, size: sympy.Expr, tensors: Mapping[fx.Node, fx.Node]) -> Any:
+    """A size, read off tensors of a graph and multiplied and added up; None if it cannot be.
+
+    tensors: nodes with known shapes, each with what stands for it in `graph`.
+    """
+    if size.is_Integer:
+        return int(size)
+    for node, own in tensors.items():
+        for d, known in enumerate(shape(node) or ()):
+            if known == size:
+                return graph.call_function(torch.ops.aten.sym_size.int, (own, d))
+    if not isinstance(size, sympy.Add | sympy.Mul):
         return None
-    found = ((n, d) for n in tensors for d, own in enumerate(shape(n) or ()) if own == expression(size))
-    return next(found, None)
+    combine = operator.add if isinstance(size, sympy.Add) else operator.mul
+    parts = [_size(graph, part, tensors) for part in size.args]
+    return None if None in parts else functools.reduce(lambda a, b: graph.call_function(combine, (a, b)), parts)
 
 
-def _with_own_sizes(piece: Piece, returned: Collection[fx.Node]) -> fx.GraphModule:
-    """The graph of a piece that returns only some of its outputs, and reads sizes off its own inputs."""
+def _with_own_sizes(piece: Piece) -> fx.GraphModule:
+    """The graph of a piece, which reads sizes off its own inputs where it can."""
     gm = piece.gm
     for node in gm.graph.nodes:
         node.target = _composite(node) or node.target
-    outputs: Any = gm.graph.output_node().args[0]
-    kept = tuple(own for own, n in zip(outputs, piece.outputs, strict=True) if n in returned)
-    gm.graph.output_node().args = (kept,)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    with gm.graph.inserting_after(placeholders[-1] if placeholders else None):
-        for size in placeholders:
-            where = _dimension(size, placeholders)
-            if where is not None:
-                size.replace_all_uses_with(gm.graph.call_function(torch.ops.aten.sym_size.int, where))
-    clean(gm)
+    tensors = {n: n for n in placeholders}
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
+        for node in placeholders:
+            known = _size(gm.graph, expression(node), tensors) if isinstance(meta(node), torch.SymInt) else None
+            if known is not None:
+                node.replace_all_uses_with(known)
     return gm
 
 
 def _hindrance(gm: fx.GraphModule) -> str:
-    """Why a graph is no program for the library; "" where it takes and returns tensors, some of which are no weights."""
+    """Why a graph is no program for the library; "" where it takes tensors that are no weights, and returns tensors."""
     taken = [n for n in gm.graph.find_nodes(op="placeholder") if n.users]
     outputs: Any = gm.graph.output_node().args[0]
     others = [n.name for n in (*taken, *outputs) if not isinstance(meta(n), Tensor)]

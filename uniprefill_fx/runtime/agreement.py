@@ -85,19 +85,24 @@ def _key(number: int, rank: int) -> str:
 
 
 def _wait(store: Any, key: str, rank: int, ranks: list[int]) -> None:
+    if _comes(store, key, SOON):
+        return
+    log.warning("waits for rank %d to come to a prompt", rank)
+    if not _comes(store, key, PATIENCE):
+        raise RanksError(
+            f"rank {rank} of the ranks {ranks} did not come to this prompt within {PATIENCE.total_seconds():g} s: it "
+            "runs the model without this backend (not compiled, or past Dynamo's recompile limit), was given another "
+            "call, or is gone. Compile the model on all of these ranks or on none, and give each the same calls"
+        )
+
+
+def _comes(store: Any, key: str, patience: datetime.timedelta) -> bool:
+    """Whether a key is there within a time. Raises what the store raises if it is gone."""
     try:
-        store.wait([key], SOON)
-    except dist.DistStoreError:
-        log.warning("waits for rank %d to come to a prompt", rank)
-        try:
-            store.wait([key], PATIENCE)
-        except dist.DistStoreError as error:
-            raise RanksError(
-                f"rank {rank} of the ranks {ranks} did not come to this prompt within {PATIENCE.total_seconds():g} s: "
-                "it runs the model without this backend (not compiled, or past Dynamo's recompile limit), was given "
-                "another call, or is gone. Compile the model on all of these ranks or on none, and give each the same "
-                "calls"
-            ) from error
+        store.wait([key], patience)
+    except RuntimeError:  # a store of files has no type of its own for that
+        return bool(store.check([key]))
+    return True
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
