@@ -21,10 +21,11 @@ import uniprefill_fx
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.lowering.engines import EnginePiece
 from uniprefill_fx.lowering.inner import checked_inner_backend, tensorrt_of
-from uniprefill_fx.lowering.tensorrt import EngineError, tensorrt
+from uniprefill_fx.lowering.tensorrt import NAMES, EngineError, tensorrt
 from uniprefill_fx.passes.node_utils import expression
 from uniprefill_fx.specs import AttentionSpec
 from uniprefill_fx.torch_internals import is_static_input
+from uniprefill_fx.vllm.options import engine_args
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -276,6 +277,12 @@ def test_options_are_checked(stand_in: StandIn, options: dict[str, Any], message
     with pytest.raises(OptionError, match=message):
         uniprefill_fx.compile(nn.Linear(1, 1), inner_backend="torch_tensorrt", inner_options=options)
     assert tensorrt_of(PrefillConfig(inner_backend="torch_tensorrt")) is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_has_no_engines(name: str) -> None:
+    with pytest.raises(OptionError, match="in vLLM, any but torch-tensorrt"):
+        engine_args(inner_backend=name)
 
 
 def test_a_library_that_is_not_there_is_named_with_the_version_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
