@@ -187,7 +187,7 @@ class Bench:
 
     def _same_rows(self, where: str, result: dict[str, Any]) -> None:
         call = uniprefill_fx.last_call()
-        assert call is not None
+        assert call is not None and call.dropped
         result[f"{where}_rows"] = list(call.num_tokens)
         if where == "split":
             every: list[Any] = [None] * self.ranks
@@ -259,7 +259,7 @@ def main() -> None:
         with torch.inference_mode():
             with bench.step("exchanges"):
                 bench.exchanges()
-            bench.measure("split", (DROPPED, DENSE), together=True)
+            bench.measure("split", (DENSE, DROPPED), together=True)
             if args.skip_one or not bench.allows(90):
                 bench.report["skipped"].append("one")
             else:
