@@ -220,6 +220,19 @@ def test_rows_beyond_the_bounds_run_without_engines(stand_in: StandIn, caplog: p
     assert len(stand_in.given) == 1
 
 
+class Sort(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort().values
+
+
+def test_a_sort_says_its_dimension(stand_in: StandIn) -> None:
+    x = torch.randn(3, 5)
+    run = tensorrt("tensorrt", None).build("part", torch.export.export(Sort(), (x,)), [((3, 5),) * 3], [x])
+    ((exported, _, _),) = stand_in.given
+    (node,) = exported.graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default)
+    assert node.args[1] == 1 and torch.equal(run(x), x.sort().values)
+
+
 def test_a_build_that_fails_raises(stand_in: StandIn) -> None:
     stand_in.module.failure.append(RuntimeError("no kernel found"))
     with pytest.raises(EngineError, match="layer, part 0: torch-tensorrt could not build its engines: no kernel"):
