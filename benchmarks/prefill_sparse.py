@@ -29,6 +29,7 @@ import uniprefill_fx
 
 DENSITIES = {4096: 0.59, 16_384: 0.25, 32_768: 0.14, 65_536: 0.07, 131_072: 0.037}  # of structured_inputs.py, alpha 0.1
 KINDS = (DENSE, "dropped", "sparse", "both")
+LIKELY = 0.9  # random weights need more than that
 SEARCH = 12  # steps at most, until within 5%
 
 
@@ -68,7 +69,9 @@ class SparseBench(Bench):
 
     def impose(self, ids: torch.Tensor, wanted: float) -> float:
         """Search the alpha that computes so much; returns what was reached."""
-        low, high = 0.0, 1.0
+        low, high, self.alpha = 0.0, 1.0, LIKELY
+        reached = self.density("sparse", ids)
+        low, high = (LIKELY, high) if reached > wanted else (low, LIKELY)
         for _ in range(SEARCH):
             self.alpha = (low + high) / 2
             reached = self.density("sparse", ids)

@@ -12,6 +12,8 @@ from typing import Any
 
 from real_model_tools import bootstrap, paired_ratio
 
+TASKS = ("passkey", "multikey")
+
 Records = list[dict[str, Any]]
 
 
@@ -34,14 +36,10 @@ def read(files: Sequence[Path]) -> list[dict[str, Any]]:
 def records(reports: Sequence[dict[str, Any]]) -> Records:
     """Of several runs, each prompt of a setting once: the first run that has it."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    count: dict[tuple[Any, ...], int] = defaultdict(int)
     for report in reports:
-        count.clear()
         for row in report["records"]:
             record = dict(zip(report["columns"], row, strict=True))
-            key = tuple(record[name] for name in ("part", "tokens", "kind", "prompt", "setting"))
-            count[key] += 1  # needles come again at a depth, with other text
-            found.setdefault((*key, count[key]), record)
+            found.setdefault(tuple(record[name] for name in ("part", "tokens", "kind", "prompt", "setting")), record)
     return list(found.values())
 
 
@@ -52,11 +50,13 @@ def by_cell(found: Records) -> dict[Cell, Records]:
     return dict(cells)
 
 
-def times_of(reports: Sequence[dict[str, Any]]) -> dict[int, dict[str, list[float]]]:
-    """By length and setting, the milliseconds of each prompt; of several runs, the last one's."""
+def times_of(reports: Sequence[dict[str, Any]], kind: str = "ms") -> dict[int, dict[str, list[float]]]:
+    """By length and setting, the milliseconds of each prompt; of several runs, the last one's. kind: "ms" or
+    "host_ms"."""
     merged: dict[int, dict[str, list[float]]] = {}
     for report in reports:
-        merged |= {int(tokens): own for tokens, own in report["times"].items()}
+        for tokens, own in report["times"].items():
+            merged[int(tokens)] = {setting: found[kind] for setting, found in own.items()}
     return merged
 
 
@@ -71,15 +71,19 @@ def tables(reports: Sequence[dict[str, Any]]) -> str:
         f"{r['inner_backend']}, blocks of {r['block_size']}, {r['date']}"
         for r in reports
     }
-    parts = [_settings(cells, times), _variants(cells), _needles(cells)]
+    host = times_of(reports, "host_ms")
+    parts = [_settings(cells, times, host), _variants(cells), _needles(cells), _calibrated(cells, reports)]
     return "\n\n".join([*sorted(heads), *(part for part in parts if part)])
 
 
-def _settings(cells: dict[Cell, Records], times: dict[int, dict[str, list[float]]]) -> str:
+Times = dict[int, dict[str, list[float]]]
+
+
+def _settings(cells: dict[Cell, Records], times: Times, host: Times) -> str:
     lines = [
         "| tokens | setting | n | KL, next token | KL, 64 positions | median | worst | top-1 | top-1, 64 | kept "
-        "| compute | first token, ms | of dense | of stock |",
-        "|---" * 14 + "|",
+        "| compute | first token, ms | of it the host | of dense | of stock |",
+        "|---" * 15 + "|",
     ]
     for tokens in sorted({cell.tokens for cell in cells if cell.part == "text"} | set(times)):
         timed = times.get(tokens, {})
@@ -92,12 +96,12 @@ def _settings(cells: dict[Cell, Records], times: dict[int, dict[str, list[float]
                 row += [str(bootstrap([r[kind] for r in own])) for kind in ("kl", "kl_all")]
                 each = [r["kl_all"] for r in own]
                 row += [f"{statistics.median(each):.2g}", f"{max(each):.2g}"]
-                row += [f"{mean([r['top1'] for r in own]):.2f}", f"{mean([r['top1_all'] for r in own]):.3f}"]
+                row += [f"{mean([r['top1'] for r in own]):.2f}", f"{bootstrap([r['top1_all'] for r in own]):.3f}"]
                 row += [", ".join(f"{share:.2f}" for share in kept), f"{mean([r['compute'] for r in own]):.2f}"]
             else:
                 row += [""] * 8
             ms = timed.get(name)
-            row += [f"{mean(ms):.1f}" if ms else ""]
+            row += [f"{mean(ms):.1f}", f"{mean(host[tokens][name]):.1f}"] if ms else ["", ""]
             for base in ("dense", "stock"):
                 row += [f"{mean(ms) / mean(timed[base]):.2f}" if ms and base in timed else ""]
             lines.append("| " + " | ".join(row) + " |")
@@ -129,15 +133,36 @@ def _variants(cells: dict[Cell, Records]) -> str:
 
 
 def _needles(cells: dict[Cell, Records]) -> str:
-    """Right answers, and those that only dense had."""
+    """Right answers, and those that only dense had, by task and length."""
     lines = ["| task | tokens | setting | n | right | lost of dense's | compute |", "|---" * 7 + "|"]
     for cell, own in cells.items():
-        if cell.part in ("text", "variants"):
+        if cell.part not in TASKS:
             continue
-        dense = cells[Cell(cell.part, cell.tokens, "dense")]
-        lost = sum(d["right"] > r["right"] for d, r in zip(dense, own, strict=False))
+        dense = {r["prompt"]: r["right"] for r in cells[Cell(cell.part, cell.tokens, "dense")]}
+        before = [dense[r["prompt"]] for r in own]
+        lost = sum(was > r["right"] for was, r in zip(before, own, strict=True))
         lines.append(
             f"| {cell.part} | {cell.tokens:,} | {cell.setting} | {len(own)} | {sum(r['right'] for r in own):.0f} "
-            f"| {lost} of {sum(r['right'] for r in dense):.0f} | {mean([r['compute'] for r in own]):.2f} |"
+            f"| {lost} of {sum(before):.0f} | {mean([r['compute'] for r in own]):.2f} |"
+        )
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _calibrated(cells: dict[Cell, Records], reports: Sequence[dict[str, Any]]) -> str:
+    """What `calibrate()` promised on one kind of text, and what it cost on the others."""
+    lines = [
+        "| tokens | calibrated on | budget | p | KL there, its bound | compute there | n, other kinds | KL, next token "
+        "| KL, 64 positions | compute |",
+        "|---" * 10 + "|",
+    ]
+    for found in (found for report in reports for found in report.get("calibrations", ())):
+        part = f"calibrated on {found['kind']}"
+        own = [r for cell, rs in cells.items() if (cell.part, cell.tokens) == (part, found["tokens"]) for r in rs]
+        p = ", ".join(f"{p:g}" for p in found["p"])
+        lines.append(
+            f"| {found['tokens']:,} | {found['kind']} | {found['max_kl']:g} | {p} "
+            f"| {found['kl']:.2g}, {found['bound']:.2g} | {found['compute']:.2f} | {len(own)} "
+            + "".join(f"| {bootstrap([r[kl] for r in own])} " for kl in ("kl", "kl_all"))
+            + f"| {mean([r['compute'] for r in own]):.2f} |"
         )
     return "\n".join(lines) if len(lines) > 2 else ""

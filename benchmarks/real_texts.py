@@ -63,11 +63,14 @@ def _passages(files: Sequence[Path]) -> Iterator[str]:
 
 
 def windows(ids: Sequence[int], tokens: int, count: int, begin: Sequence[int]) -> list[Tensor]:
-    """`count` prompts (1, tokens), evenly spaced through the ids, each behind `begin`; they overlap if they must."""
+    """`count` prompts (1, tokens), evenly spaced through the ids and without a token in common, each behind `begin`."""
     own = tokens - len(begin)
     room = len(ids) - own
-    if room < 0:
-        raise SystemExit(f"a text of {len(ids)} tokens for prompts of {tokens}: give a longer one")
+    if room < (count - 1) * own:
+        raise SystemExit(
+            f"a text of {len(ids):,} tokens for {count} prompts of {tokens:,}: wanted {count * own:,}, so that none "
+            "overlap; give a longer text, or fewer or shorter prompts"
+        )
     starts = [room * i // max(count - 1, 1) for i in range(count)]
     return [torch.tensor([[*begin, *ids[start : start + own]]]) for start in starts]
 

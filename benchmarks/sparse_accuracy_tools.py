@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accuracy_tools import CHECKPOINTS
 from torch import Tensor, fx
-from transformers import AutoTokenizer
 
 import uniprefill_fx
 from uniprefill_fx.config import PrefillConfig
@@ -19,10 +17,12 @@ from uniprefill_fx.errors import Category
 from uniprefill_fx.frontends import gating
 from uniprefill_fx.pipeline import Compilation, compile_graph
 from uniprefill_fx.runtime.prefill import Prefill
-from uniprefill_fx.tools.cli_inputs import load_model
 
 EVERY_BLOCK = 1e-30
 """An alpha that chooses every block; 0 would not choose. On a card such attention is then dense by itself."""
+
+LAST = 64
+"""So many of a prompt's last positions are compared; they are never dropped."""
 
 LOGITS = 2**28
 """Most numbers of logits that are looked at together."""
@@ -47,7 +47,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Said:
-    """Logits (positions, vocabulary) that are compared, the last one of the next token; and the tokens that follow."""
+    """Logits (positions, vocabulary) that are compared, the last `LAST` of which are the prompt's; and the tokens that
+    follow."""
 
     logits: Tensor
     tokens: list[int]
@@ -56,14 +57,8 @@ class Said:
 class Subject:
     """A model, compiled with block-sparse attention once with drops and once without."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        name = str(CHECKPOINTS / args.model) if (CHECKPOINTS / args.model).is_dir() else args.model
-        self.model, self.tokenizer = load_model(name, args.device)
-        if args.tokenizer is not None:
-            self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-        if args.device != "cpu":
-            self.model = self.model.to(torch.bfloat16)
+    def __init__(self, model: Any, args: argparse.Namespace) -> None:
+        self.model, self.args = model, args
         self.runs: list[Prefill] = []
 
     def compile(self, drops: bool) -> None:
@@ -125,7 +120,7 @@ class Subject:
 
     @torch.inference_mode()
     def _say(self, ids: Tensor, answer: int) -> tuple[Said, uniprefill_fx.LastCall]:
-        keep = {"logits_to_keep": 1} if self.drops else {}
+        keep = {"logits_to_keep": LAST} if self.drops else {}
         out, call = uniprefill_fx.watched(lambda: self.model(ids, use_cache=answer > 0, **keep))
         if call is None:
             raise RuntimeError("the prefill ran past the backend: Dynamo gave up compiling it")
@@ -133,7 +128,7 @@ class Subject:
         if not self.drops:
             tokens = ids.shape[1]
             inside = slice(tokens // 2, max(tokens - self.last_tokens, tokens // 2))
-            logits = torch.cat([logits[inside], logits[-1:]])
+            logits = torch.cat([logits[inside], logits[-LAST:]])
         follow = [int(logits[-1].argmax())] if answer else []
         cache = out.past_key_values if answer else None
         for _ in range(answer - 1):
@@ -155,8 +150,10 @@ def divergence(dense: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Row:
-    """Sums over the prompts of one length under one setting. `right` counts whole answers, `lost` those that only dense
-    got right; `inside` counts positions."""
+    """Sums over the prompts of one length under one setting, and what intervals are made of: means by prompt.
+
+    `right` counts whole answers, `lost` those that only dense got right; `inside` counts positions.
+    """
 
     drops: bool
     setting: str
@@ -173,6 +170,10 @@ class Row:
     inside_top1: int = 0
     density_sum: float = 0.0
     compute_sum: float = 0.0
+    last_kls: list[float] = field(default_factory=list)
+    last_top1s: list[float] = field(default_factory=list)
+    inside_kls: list[float] = field(default_factory=list)
+    inside_top1s: list[float] = field(default_factory=list)
 
     def add(self, dense: Said, got: Said, call: uniprefill_fx.LastCall, answer: list[int]) -> None:
         """One prompt more."""
@@ -181,9 +182,15 @@ class Row:
         self.kl_sum += float(kl[-1])
         self.kl_max = max(self.kl_max, float(kl[-1]))
         self.top1 += bool(same[-1])
-        self.inside += len(kl) - 1
-        self.inside_kl_sum += float(kl[:-1].sum())
-        self.inside_top1 += int(same[:-1].sum())
+        self.last_kls.append(float(f"{kl[-LAST:].mean():.4g}"))
+        self.last_top1s.append(round(float(same[-LAST:].float().mean()), 4))
+        inside_kl, inside_same = kl[:-LAST], same[:-LAST]
+        if len(inside_kl):
+            self.inside += len(inside_kl)
+            self.inside_kl_sum += float(inside_kl.sum())
+            self.inside_top1 += int(inside_same.sum())
+            self.inside_kls.append(float(f"{inside_kl.mean():.4g}"))
+            self.inside_top1s.append(round(float(inside_same.float().mean()), 4))
         self.density_sum += sum(call.density.values()) / len(call.density)
         self.compute_sum += call.compute_fraction
         if answer:

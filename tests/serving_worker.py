@@ -9,6 +9,7 @@ The case: `model`, `engine` (keyword arguments of LLM), `options` (of `engine_ar
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -19,30 +20,62 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one machine with as many cores as there are
 }
+
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
+    "max_num_seqs": 8,
+}  # fmt: skip
+
+
+def count_replays() -> list[int]:
+    """A list that grows by a 1 whenever a CUDA graph is replayed."""
+    import torch
+
+    found: list[int] = []
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(self: Any) -> None:
+        found.append(1)
+        original(self)
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    return found
+
+
+class Compilations(logging.Handler):
+    """What the package says that it compiled in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        pieces = logging.getLogger("uniprefill_fx.lowering.pieces")
+        pieces.setLevel(logging.INFO)
+        pieces.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "compiled for sizes" in record.getMessage():
+            self.found.append(record.getMessage())
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     import uniprefill_fx.vllm as served
-    from uniprefill_fx.vllm import plugin, steps
+    from uniprefill_fx.vllm import plugin
 
     plugin.register()  # as vLLM does where the package is installed
     own: dict[str, Any] = {"enable_prefix_caching": False}
     if case["options"] is not None:
         own = served.engine_args(**case["options"])
-    engine_options = {
-        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 2048,
-        "max_num_seqs": 8,
-    }  # fmt: skip
+    replayed, compilations = count_replays(), Compilations()
     engine = dict(case["engine"])
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
-    llm = LLM(case["model"], **(engine_options | own | engine))
-    seen: list[Any] = []
-    if steps.current() is not None:
-        steps.current().watchers.append(seen)  # type: ignore[union-attr]
+    llm = LLM(case["model"], **(ENGINE | own | engine))
+    at_start = len(compilations.found)
+    llm.collective_rpc(watch)
     core, waiting = llm.llm_engine, dict(case["requests"])
     outputs: dict[str, dict[int, Any]] = {}
     step = 0
@@ -74,17 +107,48 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         ]
         for name, output in outputs.items()
     }
+    found: list[dict[str, Any]] = llm.collective_rpc(seen)
+    if engine.get("tensor_parallel_size", 1) > 1:
+        for own, more in zip(found, llm.collective_rpc(exchanged), strict=True):
+            own |= more
+    compiled = {"replays": len(replayed), "compilations": [at_start, len(compilations.found)]}  # by this process
+    return {"outputs": results, "ranks": found} | compiled | found[0]
+
+
+def watch(worker: Any) -> None:
+    """In each rank's process: have its steps noted."""
+    from uniprefill_fx.vllm import steps
+
+    current = steps.current()
+    worker.uniprefill_seen = []
+    if current is not None:
+        current.watchers.append(worker.uniprefill_seen)
+
+
+def seen(worker: Any) -> dict[str, Any]:
+    """In each rank's process: what its steps did, and what it counted."""
+    from prometheus_client import REGISTRY
+
+    steps: list[Any] = worker.uniprefill_seen
     prefills = [
         {"request": name, "tokens": s.prompts[name], "dense": s.dense.get(name), "step": i,
          "kept": [rows.tolist() for rows in s.kept.get(name, [])]}
-        for i, s in enumerate(seen) for name in (*s.dropping, *s.dense)
+        for i, s in enumerate(steps) for name in (*s.dropping, *s.dense)
     ]  # fmt: skip
-    from prometheus_client import REGISTRY
-
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name.startswith("uniprefill:")]
     counts = {"".join((s.name, *s.labels.values())): s.value for s in samples if s.name.endswith("_total")}
-    sizes = [list(s.tokens.values()) for s in seen]
-    return {"outputs": results, "prefills": prefills, "counts": counts, "steps": sizes}
+    return {"prefills": prefills, "counts": counts, "steps": [list(s.tokens.values()) for s in steps]}
+
+
+def exchanged(worker: Any) -> dict[str, Any]:
+    """In each rank's process: what it and the others make of scores and programs that they have in common, or not."""
+    import torch
+
+    from uniprefill_fx.vllm import ranks
+
+    part = torch.rand(3, 70, generator=torch.Generator().manual_seed(worker.rank))
+    agreed = [ranks.agree("the same"), ranks.agree(f"that of {worker.rank}")]
+    return {"part": part.tolist(), "sum": ranks.summed(part).tolist(), "agreed": agreed}
 
 
 if __name__ == "__main__":

@@ -57,6 +57,33 @@ def test_the_forward_without_the_package_is_the_references(make: Any) -> None:
         assert_near(forward(ids)[0], make()(ids).logits[0, -1:])
 
 
+@pytest.mark.parametrize("make", [lambda: tiny_gemma3(layers=6), lambda: tiny_llama(2)], ids=["gemma3", "llama"])
+def test_continuations_of_several_prompts_are_those_of_each(make: Any) -> None:
+    """Beside a run without a cache."""
+    model, prompts = make(), [token_ids(200, seed) for seed in (0, 1, 2)]
+    for ids, said in zip(prompts, tools.greedy(model, prompts, 5), strict=True):
+        for token in said:
+            with torch.inference_mode():
+                assert int(model(ids, use_cache=False).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+
+
+def test_settings() -> None:
+    """A preset's p by depth, lists evenly from the first to the last drop, and each by its name."""
+    depths = [1 / 3, 1 / 2, 2 / 3]
+    want = {
+        "quality": [0.999, 0.974, 0.95],
+        "0.9": [0.9, 0.9, 0.9],
+        "0.9..0.5": [0.9, 0.7, 0.5],
+    }
+    for text, each in want.items():
+        setting = tools.Setting.parse(text)
+        assert setting.p(depths) == pytest.approx(each, abs=6e-4) and setting.name.removeprefix("p=") == text
+    calibrated = tools.Setting((1.0, 0.9, 0.3))
+    assert calibrated.p(depths) == [1.0, 0.9, 0.3] and calibrated.name == "p=1..0.9..0.3"
+    assert tools.Setting.parse("dense") == tools.DENSE and tools.DENSE.name == "dense"
+
+
 def test_as_many_rows_as_another_choice() -> None:
     """Whatever ranks them; the first and the last rows are among them, and random ones depend on the seed."""
     ids, forward = token_ids(300), masked.MaskedForward(tiny_llama(4), (1, 2))
@@ -161,6 +188,8 @@ def test_texts_are_different_passages(tmp_path: Path) -> None:
     assert len(texts.gather([tmp_path], "code", 10**6)) == 1
     starts = [int(ids[0, 1]) for ids in texts.windows(range(100), 21, 5, [9])]
     assert starts == [0, 20, 40, 60, 80]
+    with pytest.raises(SystemExit, match="a text of 99 tokens for 5 prompts of 21: wanted 100"):
+        texts.windows(range(99), 21, 5, [9])
 
 
 def test_intervals() -> None:
@@ -199,10 +228,12 @@ def test_a_whole_run(
     monkeypatch.setattr(study, "VARIANTS", study.VARIANTS[:2])
     (tmp_path / "a.txt").write_text("".join(chr(32 + i * i * 7 % 90) for i in range(5000)))
     model = str(ROOT / "examples" / "ruler-gemma3")
-    command = f"--model {model} --text {tmp_path / 'a.txt'} --out {tmp_path / 'out.json'} --lengths 700 --prompts 1 "
-    command += "--needles 1 --grid 1 0.9..0.6 --like 0.9..0.6 --timed 0.9..0.6 --needled 0.9 --rounds 1 --device cpu"
-    study.main(command.split())
-    report = json.loads((tmp_path / "out.json").read_text())
+    (tmp_path / "b.txt").write_text("".join(chr(32 + i * i * 11 % 90) for i in range(20000)))
+    texts = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    command = f"--model {model} --text {' '.join(texts)} --out {tmp_path / 'out.json'} --lengths 700 --prompts 1 "
+    command += "--needles 1 --grid 1 0.9..0.6 --like 0.9..0.6 --timed 0.9..0.6 --needled 0.9 --rounds 1 --device cpu "
+    study.main([*command.split(), "--parts", "time", "text", "passkey", "multikey", "rivals", "variants"])
+    (report,) = json.loads((tmp_path / "out.json").read_text())
     rows = [dict(zip(report["columns"], row, strict=True)) for row in report["records"]]
     own = {row["setting"]: row for row in rows if row["part"] in ("text", "variants")}
     assert own["p=1"]["kl_all"] < 1e-6 and own["p=1"]["compute"] == 1.0
@@ -211,7 +242,7 @@ def test_a_whole_run(
     assert package["kl_all"] == pytest.approx(forward["kl_all"], rel=1e-2, abs=1e-5)
     assert {row["part"] for row in rows} == {"text", "variants", "passkey", "multikey"}
     assert set(report["times"]["700"]) == {"dense", "p=0.9..0.6"}
-    assert "| 700 | p=0.9..0.6 | 1 |" in capsys.readouterr().out
+    assert "| 700 | p=0.9..0.6 | 2 |" in capsys.readouterr().out
 
 
 def test_the_page_says_what_was_measured() -> None:

@@ -68,9 +68,8 @@ def reader(node: fx.Node) -> AttentionNode | None:
 
 @pytest.fixture(autouse=True)
 def front_end() -> Iterator[None]:
-    attention_nodes.register_reader(reader)
-    yield
-    attention_nodes._READERS.remove(reader)
+    with attention_nodes.reading_with(reader):
+        yield
     torch._dynamo.reset()
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import OPTIONS, check, prompt, serve
+import torch
+from eager_reference import EagerReference
+from serving_cases import OPTIONS, check, prompt, run, serve, spec_of
 from tiny import tiny_llama
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (make test-vllm)")
@@ -91,6 +93,26 @@ def test_preempted_requests_resume(llama: tuple[Any, Path]) -> None:
     assert check(model, served, requests) > len(requests), "nothing was preempted"
 
 
+@pytest.mark.slow
+def test_a_session_goes_on_behind_what_was_dropped(llama: tuple[Any, Path]) -> None:
+    """Each turn's tokens see the keys that the turns before left. vLLM hands each turn in as a new request."""
+    model, folder = llama
+    turns, made = [prompt(400, 50), prompt(90, 51), prompt(150, 52)], 4
+    served = run("serving_session.py", folder, {"options": OPTIONS, "turns": turns, "made": made})
+    assert not isinstance(served, str), served[-3000:]
+    assert [bool(p["kept"]) for p in served["prefills"]] == [True, False, False]
+    reference = EagerReference(model, spec_of(OPTIONS))
+    for i, (turn, found) in enumerate(zip(turns, served["turns"], strict=True)):
+        ids = torch.tensor([turn])
+        logits = reference.step(ids)[0, -1] if i else reference.prefill(ids).last_logits[0, -1]
+        for j, (token, logprobs) in enumerate(found):
+            assert token == int(logits.argmax())
+            want = logits.log_softmax(-1)
+            assert all(abs(value - float(want[int(key)])) < 1e-4 for key, value in logprobs.items())
+            if j < made - 1:  # the last one is no input of anything
+                logits = reference.step(torch.tensor([[token]]))[0, -1]
+
+
 def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     requests = {f"r{i}": {"prompt": prompt(length, 30 + i)} for i, length in enumerate((200, 300, 120))}
@@ -100,8 +122,12 @@ def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:
     assert served["counts"][f"uniprefill:requests_dense_total{whole}"] >= 1 and dropped >= 1
 
 
-def test_compiled_by_inductor(llama: tuple[Any, Path]) -> None:
+def test_compiled_by_inductor_before_the_first_request(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     options = OPTIONS | {"inner_backend": "inductor", "p": [0.9, 0.6]}
     requests = {f"r{i}": {"prompt": prompt(n, 40 + i), "add_at": i} for i, n in enumerate((300, 460, 40))}
-    assert check(model, serve(folder, requests, options), requests, options) == 2
+    served = serve(folder, requests, options)
+    assert check(model, served, requests, options) == 2
+    at_start, at_end = served["compilations"]
+    assert at_start == at_end == 5, "a request compiled"  # pieces before, between and behind attention and selections
+    assert sum(value for name, value in served["counts"].items() if "dropped_total" in name) == 2  # no warm-up

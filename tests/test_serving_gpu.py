@@ -1,16 +1,19 @@
-"""Inside vLLM on a GPU, with its CUDA graphs: answers are those of the eager reference, up to the rounding of products.
+"""Inside vLLM on a GPU, with and without its CUDA graphs: answers are those of the eager reference.
 
-Queries and keys are float32, which vLLM multiplies as TF32 there; a wrong slot or length shows in the first digit.
+In float32 with true float32 products (Triton's default there is TF32, whose error hides a wrong key), log-probabilities
+to 5e-4, kept sets and greedy tokens equal but at near ties. FlashAttention has no float32: there the errors of dropped
+answers are measured against those of the dense ones of the same engine.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import OPTIONS, check, prompt, serve
+from serving_cases import OPTIONS, check, compare, prompt, serve
 from tiny import tiny_llama
 
 pytestmark = [
@@ -18,21 +21,69 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm"),
 ]
 ENGINE: dict[str, Any] = {
-    "attention_backend": "TRITON_ATTN",
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 1 << 30,  # whatever else runs on the card
+    "block_size": 16,
+    "num_gpu_blocks_override": 120,  # about four requests at once: blocks are used again
 }
+GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+FLOAT32 = {"attention_backend": "TRITON_ATTN", "dtype": "float32"}
+VARIABLES = {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_mixed_steps_and_decoding(graphs: bool, tmp_path: Path) -> None:
-    model = tiny_llama(layers=4, hidden_size=256, head_dim=64, tie_word_embeddings=False)
-    model.save_pretrained(tmp_path)
-    requests: dict[str, Any] = {
-        f"r{i}": {"prompt": prompt(length, i), "max_tokens": 16, "add_at": 2 * i}
-        for i, length in enumerate((400, 50, 700, 301, 640, 220))
+def requests() -> dict[str, Any]:
+    """One alone, which decodes for 32 steps; several that arrive while others decode; as many that stay dense."""
+    found: dict[str, Any] = {
+        "alone": {"prompt": prompt(400, 0), "max_tokens": 33},
+        "short": {"prompt": prompt(50, 1), "max_tokens": 16, "add_at": 20},
+        "long": {"prompt": prompt(700, 2), "max_tokens": 33, "add_at": 20},
+        "late": {"prompt": prompt(301, 3), "max_tokens": 16, "add_at": 24},
+        "reuses": {"prompt": prompt(640, 4), "max_tokens": 33, "add_at": 30},
+        "again": {"prompt": prompt(220, 5), "max_tokens": 33, "add_at": 44},
     }
+    dense = {"extra_args": {"uniprefill": False}}
+    return found | {f"{name} dense": request | dense for name, request in found.items() if name != "short"}
+
+
+def small(scale: float) -> Any:
+    """scale: of its random weights; errors grow with it."""
+    return tiny_llama(layers=4, hidden_size=256, head_dim=64, tie_word_embeddings=False, initializer_range=scale)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    made = small(0.1)
+    made.save_pretrained(tmp_path)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("graphs", "runner", "inner"), [(True, "1", "inductor"), (True, "0", "eager"), (False, "1", "eager")]
+)
+def test_float32(graphs: bool, runner: str, inner: str, model: Any, tmp_path: Path) -> None:
+    """Both of vLLM's runners: the newer one ("1") and the one that it uses for most architectures."""
+    options = OPTIONS | {"inner_backend": inner}
+    engine = ENGINE | FLOAT32 | (GRAPHS if graphs else {"cudagraph_mode": "NONE"})
+    variables = VARIABLES | {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    served = serve(tmp_path, requests(), options, variables, **engine)
+    assert check(model, served, requests(), options, tolerance=5e-4) >= 5
+    assert served["replays"] >= 64 if graphs else served["replays"] == 0
+    assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
+
+
+def test_flash_attention_rounds_no_more_than_without_drops(tmp_path: Path) -> None:
+    """float16 with CUDA graphs. An answer that drops may be off by 1.5 times what dense ones are, on average.
+
+    On vLLM's CPU build both are off by 0.006 there, and by 0.02 where lengths are those of an earlier step.
+    """
+    model = small(0.06).half().float()  # weights that both hold
+    model.save_pretrained(tmp_path)
     options = OPTIONS | {"inner_backend": "inductor"}
-    engine = ENGINE | {"cudagraph_mode": "FULL_DECODE_ONLY" if graphs else "NONE"}
-    served = serve(tmp_path, requests, options, **engine)
-    assert check(model, served, requests, options, tolerance=0.15) == 5
+    engine = ENGINE | GRAPHS | {"attention_backend": "FLASH_ATTN", "dtype": "float16"}
+    served = serve(tmp_path, requests(), options, VARIABLES, **engine)
+    answers = compare(model, served, requests(), options, tolerance=1.0)
+    dropped = statistics.mean(e for a in answers if a.dropped for e in a.errors)
+    dense = statistics.mean(e for a in answers if not a.dropped for e in a.errors)
+    assert sum(a.dropped for a in answers) >= 5 and served["replays"] >= 64
+    print(f"mean error of log-probabilities: dropped {dropped:.2g}, dense {dense:.2g}")
+    assert dense < 0.012 and dropped < 1.5 * dense, (dropped, dense)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from uniprefill_fx.errors import RefusalError
 from uniprefill_fx.passes.analyze.attention_nodes import token_count
 from uniprefill_fx.passes.analyze.drop_levels import drop_levels
 from uniprefill_fx.passes.attention_node import AttentionNode, Layout
 from uniprefill_fx.passes.dataflow import written_nodes
 from uniprefill_fx.passes.node_utils import name_of
 from uniprefill_fx.specs import AttentionSpec
-from uniprefill_fx.vllm import operators
+from uniprefill_fx.vllm import operators, ranks
 from uniprefill_fx.vllm.normalize import normalize
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (make test-vllm)")
@@ -26,10 +29,10 @@ WIDTH, HEADS, LAYERS = 64, 2, 3
 class Kernels(nn.Module):
     """A decoder whose stream is one tensor that every layer writes. Attention: a sum over earlier rows, written."""
 
-    def __init__(self, mixes: bool = False) -> None:
+    def __init__(self, mixes: bool = False, exchange: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mixes = mixes
+        self.mixes, self.exchange = mixes, exchange
         self.norms = nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(2 * LAYERS))
         self.proj = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(LAYERS))
         self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(LAYERS))
@@ -48,6 +51,7 @@ class Kernels(nn.Module):
             up = self.up[i](x)
             x = torch.empty_like(x)
             torch.ops._C.silu_and_mul(x, up)
+            x = x if self.exchange is None else self.exchange(x)
             if self.mixes and i == LAYERS - 1:
                 x = x - x.mean(0)
         return x + residual
@@ -56,6 +60,7 @@ class Kernels(nn.Module):
 @pytest.fixture(scope="module", autouse=True)
 def library() -> torch.library.Library:
     importlib.import_module("vllm._custom_ops")
+    importlib.import_module("vllm.distributed.parallel_state")
     operators.register()
     made = torch.library.Library("kernel_library", "FRAGMENT")
     made.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer) -> ()")
@@ -116,9 +121,69 @@ def test_what_lies_behind_a_drop_is_proven() -> None:
 
 
 def test_what_mixes_tokens_is_refused() -> None:
-    from uniprefill_fx.errors import RefusalError
-
     gm, _ = traced(Kernels(mixes=True))
     nodes = attention_of(gm)
     with pytest.raises(RefusalError, match="mean"):
         drop_levels(gm.graph, nodes, nodes[:1], token_count(nodes), frozenset())
+
+
+def summed_in_place(x: Tensor) -> Tensor:
+    torch.ops._C.shm_allreduce(0, x)
+    return x
+
+
+def summed_after_a_view(x: Tensor) -> Tensor:
+    """As linear layers of bfloat16 on a CPU."""
+    found = torch.empty(x.shape[0], WIDTH)
+    torch.ops._C.silu_and_mul(found.reshape(-1, WIDTH), torch.cat([x, x], 1))
+    torch.ops._C.shm_allreduce(0, found)
+    return found
+
+
+def gathered_into(x: Tensor) -> Tensor:
+    found = torch.empty(2 * x.shape[0], WIDTH)
+    torch.ops._C.shm_all_gather(0, x, found)
+    return found[: x.shape[0]]
+
+
+def group(name: str, x: Tensor, *arguments: int) -> Tensor:
+    """A collective of a group that there is none of: whoever runs it fails."""
+    found: Tensor = getattr(torch.ops.vllm, name)(x, *arguments, group_name="of nobody")
+    return found
+
+
+# by name: what ranks exchange, and words of the refusal
+EXCHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
+    "sums": (lambda x: group("all_reduce", x), None),
+    "sums in place": (summed_in_place, None),
+    "sums of a view": (summed_after_a_view, None),
+    "channels": (lambda x: group("all_gather", x[:, : WIDTH // 2].contiguous(), 1, 2), None),
+    "rows": (lambda x: group("all_gather", x, 0, 2)[: x.shape[0]], "something other than a row for each token"),
+    "sequences": (lambda x: group("all_gather", group("reduce_scatter", x, 0, 2), 0, 2), "vllm::reduce_scatter"),
+    "unknown": (gathered_into, "_C::shm_all_gather"),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_what_ranks_may_exchange(name: str) -> None:
+    """Without being run: alone, a rank would wait for the others."""
+    exchange, refusal = EXCHANGES[name]
+    found: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(gm)
+        normalize(gm)
+        return lambda *given: (torch.zeros(40, WIDTH),)
+
+    torch._dynamo.reset()
+    x, positions = torch.rand(40, WIDTH), torch.arange(40)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(positions, 0)
+    with torch.no_grad():
+        torch.compile(Kernels(exchange=exchange), backend=backend, fullgraph=True)(x, positions)
+    nodes = attention_of(found[0])
+    stated = contextlib.nullcontext() if refusal is None else pytest.raises(RefusalError, match=refusal)
+    with stated, unittest.mock.patch.object(ranks, "KNOWN", ranks.KNOWN | {"kernel_library::attend"}):
+        ranks.check_exchanges(found[0].graph, nodes[0])
+        level = drop_levels(found[0].graph, nodes, nodes[:1], token_count(nodes), frozenset())
+        assert level[nodes[-1].node] == 1

@@ -27,7 +27,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connector",
     ),
-    "tensor": ({"tensor_parallel_size": 2}, "tensor parallelism"),
+    "adapters": ({"enable_lora": True}, "LoRA"),
+    "experts": ({"enable_return_routed_experts": True}, "returned experts"),
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
     "data": ({"data_parallel_size": 2}, "data parallelism"),
     "expert": ({"enable_expert_parallel": True}, "expert parallelism"),
@@ -36,6 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode 3": ({"compilation_config": {"mode": 3, "backend": "uniprefill_fx.vllm.backend"}}, "Invalid backend"),
     "backend": ({"compilation_config": {"mode": 2, "backend": "eager"}}, "compilation backend 'eager'"),
     "option": ({"additional_config": {"uniprefill": {"pp": 0.5}}}, "Did you mean"),
+    "warm-up": ({"additional_config": {"uniprefill": {"warm_up": 3}}}, "allowed: True or False"),
     "sparse": ({"additional_config": {"uniprefill": {"attention": "block_sparse"}}}, "is not served"),
 }  # fmt: skip
 CODE = """
@@ -44,11 +46,15 @@ import vllm.config
 stock = vllm.config.VllmConfig.__post_init__
 from uniprefill_fx.vllm import plugin
 plugin.register()
+from uniprefill_fx.vllm.options import check
 from vllm.engine.arg_utils import EngineArgs
 found = {}
 for name, arguments in json.loads(sys.stdin.read()).items():
     try:
         config = EngineArgs(**arguments).create_engine_config()
+        if name == "graphs":  # which vLLM takes back on a CPU
+            config.compilation_config.cudagraph_mode = vllm.config.CUDAGraphMode.FULL
+            check(config)
         found[name] = f"started with {config.compilation_config.backend}"
     except Exception as error:
         found[name] = str(error)
@@ -72,6 +78,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cases["windows"] = gemma | engine_args(p=0.9) | {"disable_hybrid_kv_cache_manager": False}
     cases["positions"] = gemma | engine_args(p=0.9, window="position") | {"disable_hybrid_kv_cache_manager": True}
     cases["gemma"] = gemma | engine_args(p=0.9) | {"disable_hybrid_kv_cache_manager": True}
+    cases["graphs"] = {"model": str(folders["llama"])} | common | engine_args(p=0.9)
     cases["asked"] = {"model": str(folders["llama"])} | common | engine_args(p=0.9)
     cases["stock"] = {"model": str(folders["llama"]), "enable_prefix_caching": True} | common
     environment = dict(os.environ, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")
@@ -94,6 +101,11 @@ def test_refused_at_start(name: str, said: dict[str, str]) -> None:
 def test_windows_need_one_kind_of_blocks(said: dict[str, str]) -> None:
     assert "hybrid KV cache manager" in said["windows"] and "window='position'" in said["positions"]
     assert said["gemma"] == said["asked"] == "started with uniprefill_fx.vllm.backend"
+
+
+@needs_vllm
+def test_graphs_of_steps_with_prompts_are_refused(said: dict[str, str]) -> None:
+    assert "cudagraph_mode FULL:" in said["graphs"] and "'FULL_DECODE_ONLY'" in said["graphs"]
 
 
 @needs_vllm
@@ -125,5 +137,8 @@ def test_serve_says_vllm_what_it_needs() -> None:
     given = json.loads(command[command.index("--additional-config") + 1])
     assert given == {"uniprefill": {"p": 0.9, "drop_layers": [3, 5]}}
     assert [flag for flag in command if flag in WHY] and set(WHY) <= set(command)
+    cold = command_of(["some/model", "--p", "0.9", "--no-warm-up"])
+    given = json.loads(cold[cold.index("--additional-config") + 1])
+    assert given == {"uniprefill": {"p": 0.9, "warm_up": False}} and "--no-warm-up" not in cold
     with pytest.raises(uniprefill_fx.OptionError):
         command_of(["some/model", "--option", "drop_layer=3"])

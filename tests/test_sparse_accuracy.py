@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+study: Any = importlib.import_module("study")
 suite: Any = importlib.import_module("sparse_accuracy")
 tools: Any = importlib.import_module("sparse_accuracy_tools")
 
@@ -38,20 +39,27 @@ class Tokenizer:
 
     bos_token_id = 7
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
-        return SimpleNamespace(input_ids=([7] if add_special_tokens else []) + [ord(c) for c in text])
+    def __call__(self, text: Any, add_special_tokens: bool = True) -> Any:
+        begin = [7] if add_special_tokens else []
+        if isinstance(text, list):
+            return SimpleNamespace(input_ids=[begin + [ord(c) for c in part] for part in text])
+        return SimpleNamespace(input_ids=begin + [ord(c) for c in text])
 
 
-def test_prompts_are_windows_of_the_files(tmp_path: Path) -> None:
+def test_prompts_are_windows_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for path, text in zip(files, ("abcdef", "ghij"), strict=True):
+    for path, text in zip(files, ("abcdefghijk", "0123456789"), strict=True):
         path.write_text(text)
-    args = argparse.Namespace(text=files, prompts=3)
-    shown = ["".join(map(chr, ids[0, 1:].tolist())) for ids in suite.text_prompts(args, Tokenizer(), 5)]
-    assert shown == ["abcd", "defg", "ghij"]
-    assert all(int(ids[0, 0]) == 7 for ids in suite.text_prompts(args, Tokenizer(), 5))
-    with pytest.raises(SystemExit, match="--lengths 12: the files hold 10 tokens"):
-        suite.text_prompts(args, Tokenizer(), 12)
+    monkeypatch.setattr(study, "load_model", lambda *_: SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(study, "load_tokenizer", lambda *_: Tokenizer())
+    args = argparse.Namespace(text=files, prompts=2, model="m", tokenizer=None, device="cpu", out=tmp_path / "out")
+    args.inner_backend = "eager"
+    found = study.Study(args)
+    shown = [(kind, i, "".join(map(chr, ids[0, 1:].tolist()))) for kind, i, ids in found.prompts(6)]
+    assert shown == [("a", 0, "abcde"), ("b", 0, "01234"), ("a", 1, "ghijk"), ("b", 1, "56789")]
+    assert all(int(ids[0, 0]) == 7 for *_, ids in found.prompts(6))
+    with pytest.raises(SystemExit, match="a text of 11 tokens for 2 prompts of 7: wanted 12"):
+        list(found.prompts(7))
 
 
 def test_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +118,6 @@ def test_figures_are_those_of_the_reference(tmp_path: Path) -> None:
     assert every["density_sum"] == 1.0 and every["inside_kl_sum"] < 1e-4 < row["inside_kl_sum"]
     assert rows[True, "dense attention"]["density_sum"] == 1.0 and rows[True, "dense attention"]["compute_sum"] < 1
     assert rows[True, f"alpha {alpha}"]["compute_sum"] < 1
-    suite.main(["--table", "--out", str(out)])
+    assert row["inside_kls"] == pytest.approx([float(kl[TOKENS // 2 : -256].mean())], rel=1e-2)
+    assert row["last_kls"] == pytest.approx([float(kl[-64:].mean())], rel=1e-2, abs=1e-6)
+    suite.main(["--table", str(out)])

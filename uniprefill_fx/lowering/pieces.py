@@ -77,6 +77,7 @@ class LazyPiece(ABC):
             with one_compilation():
                 variant = self._variant(args)  # another thread may have been faster
                 if variant is None and len(self.variants) < MAX_VARIANTS:
+                    log.info("%s: compiling", self.name)
                     began = time.perf_counter()
                     variant = self._compile(args)
                     self.variants.append(variant)

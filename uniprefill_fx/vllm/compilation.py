@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from uniprefill_fx.config import PrefillConfig
@@ -19,7 +20,7 @@ from uniprefill_fx.errors import Category, Refusal, StrictError
 from uniprefill_fx.lowering.devices import check_dtypes, runs_kernels
 from uniprefill_fx.lowering.inner import compile_whole, inner_backend
 from uniprefill_fx.lowering.pieces import compile_pieces
-from uniprefill_fx.passes.analyze import attention_nodes
+from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes, reading_with
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.node_utils import copy_module, meta
 from uniprefill_fx.passes.normalize.fold_constants import fold_constants
@@ -28,10 +29,10 @@ from uniprefill_fx.passes.rewrite.merge_gathers import merge_gathers
 from uniprefill_fx.passes.rewrite.propagate_fakes import propagate
 from uniprefill_fx.passes.rewrite.split import split_at_selections
 from uniprefill_fx.runtime.prefill import released_after
-from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops
+from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops, ranks
 from uniprefill_fx.vllm.attention import Reader, layer_argument, layer_number, sinks_of
 from uniprefill_fx.vllm.normalize import normalize, one_token_count
-from uniprefill_fx.vllm.options import check, config_of
+from uniprefill_fx.vllm.options import check, config_of, warms_up
 from uniprefill_fx.vllm.plan import plan_served
 from uniprefill_fx.vllm.rewrite import drop_served, runs_outside
 from uniprefill_fx.vllm.select import select_packed
@@ -68,6 +69,7 @@ def _backend(
     operators.register()
     layers: Mapping[str, Any] = get_forward_context().no_compile_layers
     steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None)
+    steps.warm_up = warms_up(vllm_config)
     inner = inner_backend(config)
     dropped = copy_module(gm)
     plan = _planned(dropped, example_inputs, layers, config)
@@ -82,7 +84,10 @@ def _backend(
             if config.strict:
                 raise
             log.warning("rewriting failed, every prompt stays dense", exc_info=error)
-            plan = Plan(plan.attention_nodes, plan.num_layers, (Refusal(Category.FAILURE, str(error), "report this"),))
+            plan = _dense(plan, Refusal(Category.FAILURE, str(error), "report this"))
+    if not ranks.agree(_program(after if plan.drops else None, plan, config)):
+        what = "ranks whose graphs or options differ: they would not keep the same rows"
+        plan = _dense(plan, Refusal(Category.RANKS, what, "stays dense on all of them; please report this"))
     if not plan.attention_nodes:
         return plain  # an encoder beside the decoder
     if not plan.drops:
@@ -103,6 +108,18 @@ def _backend(
     return Served(plain, after, runs, plan, steps, layers, segment_of)
 
 
+def _dense(plan: Plan, reason: Refusal) -> Plan:
+    return Plan(plan.attention_nodes, plan.num_layers, (*plan.refusals, reason))
+
+
+def _program(after: fx.GraphModule | None, plan: Plan, config: PrefillConfig) -> str:
+    """What a rank is about to run, as text. Numbers in its graph may be its own: its part of the vocabulary."""
+    nodes: Any = [] if after is None else after.graph.nodes
+    calls = [getattr(node.target, "__name__", str(node.target)) for node in nodes]
+    drops = [(drop.attention.path, drop.spec) for drop in plan.drops]
+    return repr((calls, drops, config, [a.path for a in plan.attention_nodes]))
+
+
 def _run_plain(steps: Steps, plain: Callable[..., Any], *args: Any) -> Any:
     return plain(*args)
 
@@ -112,12 +129,9 @@ def _planned(gm: fx.GraphModule, inputs: Sequence[Any], layers: Mapping[str, Any
     fold_constants(gm)
     normalize(gm)
     functionalize(gm)
-    reader = attention_nodes.register_reader(Reader(layers))
-    try:
-        found = attention_nodes.find_attention_nodes(gm.graph)
-    finally:
-        attention_nodes._READERS.remove(reader)
-    plan = plan_served(gm.graph, found, config)
+    with reading_with(Reader(layers)):
+        found = find_attention_nodes(gm.graph)
+    plan = plan_served(gm.graph, found, config, ranks.count() > 1)
     for refusal in plan.refusals:
         log.info("uniprefill: %s", refusal)
     if plan.drops:
@@ -170,6 +184,8 @@ class Served:
         step = self.steps.step
         if step is None or not step.dropping:
             return self.plain(*args)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("uniprefill: a CUDA graph is captured in a step that drops tokens. Please report this.")
         self.steps.ordered()
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
         for (piece, run), released in zip(self.runs, self.released, strict=True):

@@ -10,6 +10,8 @@ from uniprefill_fx.config import OptionError, PrefillConfig, over_published
 from uniprefill_fx.lowering.tensorrt import NAMES
 
 BACKEND = "uniprefill_fx.vllm.backend"
+GRAPHS = "FULL_DECODE_ONLY"
+"""vLLM's mode of CUDA graphs in which steps of one token a request are captured, and no others."""
 OLDEST, NEWEST = (0, 24), (0, 32)
 """The versions of vLLM whose ends are tested."""
 
@@ -18,24 +20,35 @@ class ServingError(ValueError):
     """An engine was asked for whose answers could be wrong."""
 
 
-def engine_args(**options: Any) -> dict[str, Any]:
+def engine_args(*, warm_up: bool = True, **options: Any) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM` (and the fields of `EngineArgs`) that make it drop tokens.
 
     Args:
+        warm_up: whether the graph that drops is compiled while the engine starts, not by the first prompt that drops.
         options: see `PrefillConfig`. A window counts kept rows, `window="index"`.
 
     Raises:
         OptionError: an unknown option or a bad value.
     """
-    _config(options)
+    given = options if warm_up is True else {"warm_up": warm_up, **options}
+    _split(given)
     return {
-        "compilation_config": {"mode": 2, "backend": BACKEND, "custom_ops": ["none"], "cudagraph_mode": "NONE"},
+        "compilation_config": {"mode": 2, "backend": BACKEND, "custom_ops": ["none"], "cudagraph_mode": GRAPHS},
         # norms as torch spells them, which the inner backend fuses with what lies around them
         "kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
-        "additional_config": {"uniprefill": dict(options)},
+        "additional_config": {"uniprefill": given},
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
     }
+
+
+def _split(given: Mapping[str, Any]) -> tuple[PrefillConfig, bool]:
+    """The options of the package, and `warm_up`, which only an engine has."""
+    options = dict(given)
+    warm_up = options.pop("warm_up", True)
+    if not isinstance(warm_up, bool):
+        raise OptionError("warm_up", warm_up, "True or False", "False leaves compiling to the first prompt that drops.")
+    return _config(options), warm_up
 
 
 def _config(options: Mapping[str, Any]) -> PrefillConfig:
@@ -51,9 +64,18 @@ def _config(options: Mapping[str, Any]) -> PrefillConfig:
 
 def config_of(vllm_config: Any) -> PrefillConfig:
     """The options of an engine, over what was published for its model."""
-    given = dict((vllm_config.additional_config or {}).get("uniprefill") or {})
+    given = {name: value for name, value in _given(vllm_config).items() if name != "warm_up"}
     text = vllm_config.model_config.hf_text_config
     return _config(over_published(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1), given))
+
+
+def warms_up(vllm_config: Any) -> bool:
+    """Whether the graph that drops is compiled while the engine starts."""
+    return _split(_given(vllm_config))[1]
+
+
+def _given(vllm_config: Any) -> dict[str, Any]:
+    return dict((vllm_config.additional_config or {}).get("uniprefill") or {})
 
 
 def asked_for(vllm_config: Any) -> bool:
@@ -68,10 +90,12 @@ def check(vllm_config: Any) -> None:
         ServingError: says which flag, and what to do. OptionError: a bad option.
     """
     config = config_of(vllm_config)
+    warms_up(vllm_config)
     warn_of_version()
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     windows = _windows(model.hf_text_config)
+    graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
     reasons = {
         f"compilation mode {compilation.mode}: only mode 2 hands a model's whole graph to this backend; pass "
         f"compilation_config={{'mode': 2, 'backend': '{BACKEND}'}}": int(compilation.mode or 0) != 2,
@@ -82,7 +106,6 @@ def check(vllm_config: Any) -> None:
         "out": vllm_config.speculative_config is not None,
         "a KV connector: whoever reads the blocks elsewhere does not know which tokens they hold; leave "
         "kv_transfer_config out": vllm_config.kv_transfer_config is not None,
-        "tensor parallelism: it was not tested; pass tensor_parallel_size=1": parallel.tensor_parallel_size > 1,
         "pipeline parallelism: the kept rows of a step would have to travel along; pass "
         "pipeline_parallel_size=1": parallel.pipeline_parallel_size > 1,
         "data parallelism: ranks exchange the number of their tokens before any is dropped; pass "
@@ -96,26 +119,28 @@ def check(vllm_config: Any) -> None:
         "micro-batches: a step is cut in two before it is known what is dropped; leave enable_dbo out": bool(
             getattr(parallel, "enable_dbo", False)
         ),
+        "LoRA adapters: which rows are of which adapter is told by the places of all tokens; leave enable_lora "
+        "out": vllm_config.lora_config is not None,
+        "returned experts: dropped tokens have none; leave enable_return_routed_experts out": _returns_experts(
+            vllm_config
+        ),
         "a pooling model: it reads the rows of all tokens": model.runner_type != "generate",
         "the hybrid KV cache manager with sliding windows: it frees blocks by the places that tokens had before any "
         "was dropped; pass disable_hybrid_kv_cache_manager=True": windows
         and not scheduler.disable_hybrid_kv_cache_manager,
         "window='position': vLLM's kernels count the rows of a cache; leave it out, or pass 'index'": windows
         and config.window == "position",
+        f"cudagraph_mode {graphs}: a graph of a step with prompts would be replayed without dropping; pass "
+        f"{GRAPHS!r} or 'NONE'": graphs not in (GRAPHS, "NONE"),
     }
-    _warn_of_graphs(compilation)
     for reason, holds in reasons.items():
         if holds:
             raise ServingError(f"uniprefill does not serve with {reason}.")
 
 
-def _warn_of_graphs(compilation: Any) -> None:
-    mode = getattr(compilation, "cudagraph_mode", None)
-    if mode is not None and mode.has_full_cudagraphs():
-        warnings.warn(
-            f"uniprefill: cudagraph_mode {mode.name} was not tested with dropping; 'NONE' was. Compare answers.",
-            stacklevel=3,
-        )
+def _returns_experts(vllm_config: Any) -> bool:
+    homes = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)  # by version
+    return any(getattr(home, "enable_return_routed_experts", False) for home in homes)
 
 
 def _windows(text_config: Any) -> bool:

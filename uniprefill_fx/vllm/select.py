@@ -10,6 +10,7 @@ from torch import Tensor
 from uniprefill_fx.config import PrefillConfig, auto_block_size
 from uniprefill_fx.passes.analyze.drop_layers import drop_spec
 from uniprefill_fx.specs import AttentionSpec, DropSpec
+from uniprefill_fx.vllm import ranks
 from uniprefill_fx.vllm.steps import Step
 
 ops = torch.ops.uniprefill
@@ -39,7 +40,7 @@ def select_packed(
         whole = torch.tensor([(0, step.tokens[step.order[r]]) for r in requests])
         wide = [x.transpose(0, 1).unsqueeze(0).expand(len(requests), -1, -1, -1) for x in (q, k)]
         terms = (spec.scale, spec.softcap, sinks, None, how.last_n, how.block_size, how.score_dtype)
-        scores = ops.score(*wide, None, bounds, *terms)
+        scores = ranks.summed(ops.score(*wide, None, bounds, *terms))
         kept, after = ops.select(
             scores, bounds, whole, how.block_size, how.last_n, how.sink_tokens, how.p, how.keep_ratio
         )

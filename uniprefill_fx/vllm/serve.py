@@ -40,8 +40,9 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--preset", choices=tuple(PRESETS), help="how much stays; quality unless --p says it")
     parser.add_argument("--p", help="attention mass to keep: 0.95, or 0.99,0.9 for each drop layer")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
+    parser.add_argument("--no-warm-up", action="store_true", help="the first prompt that drops compiles, not the start")
     own, others = parser.parse_known_args(arguments)
-    needed = engine_args(**options_of(own))
+    needed = engine_args(warm_up=not own.no_warm_up, **options_of(own))
     added: list[str] = []
     for name, value in needed.items():
         flag = name.replace("_", "-")

@@ -75,6 +75,7 @@ class Steps:
 
     Attributes:
         drops: how many drops there are; 0: none, because of `reason`.
+        warm_up: whether prompts that drop are run while the engine starts.
     """
 
     def __init__(self, config: PrefillConfig, count: Callable[[Step], None] | None = None) -> None:
@@ -84,6 +85,7 @@ class Steps:
         self.last: Step | None = None
         self.watchers: list[list[Step]] = []
         self.count = count
+        self.warm_up, self.counting = False, True
         self.ask_order: Callable[[], Sequence[str]] | None = None
 
     def begin(self, scheduled: Any, ask_order: Callable[[], Sequence[str]] | None = None) -> None:
@@ -102,7 +104,9 @@ class Steps:
             tokens = len(known) if known is not None else int(new.prompt_embeds.shape[0])
             config, reason = self._options(new)
             prompt = tokens if new.prompt_token_ids is None else len(new.prompt_token_ids)
-            self.requests[new.req_id] = Request(prompt, config, reason, [0] * self.drops)
+            held = self.requests.get(new.req_id)  # a session whose input goes on keeps its caches
+            lacking = held.dropped if held is not None and new.num_computed_tokens else [0] * self.drops
+            self.requests[new.req_id] = Request(prompt, config, reason, lacking)
             self._decide(step, new.req_id, tokens, new.num_computed_tokens)
         again = scheduled.scheduled_cached_reqs
         for i, name in enumerate(again.req_ids):
@@ -134,11 +138,11 @@ class Steps:
         if not self.drops:
             reason = self.reason
         elif computed:
-            reason = "keys of earlier tokens: a cached prefix"
+            reason = "keys of earlier tokens: a session that goes on, or a cached prefix"
         elif step.tokens[name] < tokens:
             reason = "the prompt does not arrive whole (chunked prefill)"
-        elif request.config is not None and tokens < request.config.min_tokens:
-            reason = "below min_tokens"
+        elif request.config is not None and request.prompt < request.config.min_tokens:
+            reason = "below min_tokens"  # whatever was generated before a preemption
         if reason is None and request.config is not None:
             step.dropping[name] = request.config
         else:
@@ -158,8 +162,11 @@ class Steps:
     def end(self) -> None:
         """After the forward."""
         step, self.step = self.step, None
-        if step is None:
+        if step is None or not self.counting:
             return
+        for name in [name for name in step.dropping if name not in step.kept]:
+            del step.dropping[name]
+            step.dense[name] = "the step replayed a CUDA graph, which drops nothing"
         self.last = step
         for watcher in self.watchers:
             watcher.append(step)
@@ -170,6 +177,15 @@ class Steps:
         for name in step.dropping:
             kept = [len(rows) for rows in step.kept.get(name, [])]
             log.debug("request %s kept %s of %d tokens", name, kept, step.tokens[name])
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Steps inside of the context are seen by nobody: the engine warms up."""
+        self.counting = False
+        try:
+            yield
+        finally:
+            self.counting = True
 
     def lost(self, names: Sequence[str], segment: int) -> list[int]:
         """By request, how many tokens the caches of a segment (1: behind the first drop) lack."""
