@@ -21,10 +21,11 @@ import uniprefill_fx
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.lowering.engines import EnginePiece
 from uniprefill_fx.lowering.inner import checked_inner_backend, tensorrt_of
-from uniprefill_fx.lowering.tensorrt import EngineError, tensorrt
+from uniprefill_fx.lowering.tensorrt import NAMES, EngineError, tensorrt
 from uniprefill_fx.passes.node_utils import expression
 from uniprefill_fx.specs import AttentionSpec
 from uniprefill_fx.torch_internals import is_static_input
+from uniprefill_fx.vllm.options import engine_args
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -219,6 +220,19 @@ def test_rows_beyond_the_bounds_run_without_engines(stand_in: StandIn, caplog: p
     assert len(stand_in.given) == 1
 
 
+class Sort(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort().values
+
+
+def test_a_sort_says_its_dimension(stand_in: StandIn) -> None:
+    x = torch.randn(3, 5)
+    run = tensorrt("tensorrt", None).build("part", torch.export.export(Sort(), (x,)), [((3, 5),) * 3], [x])
+    ((exported, _, _),) = stand_in.given
+    (node,) = exported.graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default)
+    assert node.args[1] == 1 and torch.equal(run(x), x.sort().values)
+
+
 def test_a_build_that_fails_raises(stand_in: StandIn) -> None:
     stand_in.module.failure.append(RuntimeError("no kernel found"))
     with pytest.raises(EngineError, match="layer, part 0: torch-tensorrt could not build its engines: no kernel"):
@@ -276,6 +290,12 @@ def test_options_are_checked(stand_in: StandIn, options: dict[str, Any], message
     with pytest.raises(OptionError, match=message):
         uniprefill_fx.compile(nn.Linear(1, 1), inner_backend="torch_tensorrt", inner_options=options)
     assert tensorrt_of(PrefillConfig(inner_backend="torch_tensorrt")) is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_has_no_engines(name: str) -> None:
+    with pytest.raises(OptionError, match="in vLLM, any but torch-tensorrt"):
+        engine_args(inner_backend=name)
 
 
 def test_a_library_that_is_not_there_is_named_with_the_version_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

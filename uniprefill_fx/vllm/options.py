@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from uniprefill_fx.config import OptionError, PrefillConfig, over_published
+from uniprefill_fx.lowering.tensorrt import NAMES
 
 BACKEND = "uniprefill_fx.vllm.backend"
 GRAPHS = "FULL_DECODE_ONLY"
@@ -55,6 +56,9 @@ def _config(options: Mapping[str, Any]) -> PrefillConfig:
     config = PrefillConfig.from_options(merged)
     if config.attention != "dense":
         raise OptionError("attention", config.attention, "'dense' in vLLM", "Block-sparse attention is not served.")
+    if config.inner_backend in NAMES:
+        hint = "Layers write into vLLM's cache between any two parts, and engines return copies."
+        raise OptionError("inner_backend", config.inner_backend, "in vLLM, any but torch-tensorrt", hint)
     return config
 
 
