@@ -9,7 +9,7 @@
 
 Each prompt hides 1, 16 or 64 pairs of a key and four values in noise and asks for one key. The answer is four tokens
 from `generate()`, right when all four are. KL is that of the distribution of the first one from dense. "kept" is by
-drop layer, "work" the kept fraction averaged over all layers. "lost" are answers right in dense and wrong here.
+drop layer, "compute" the kept fraction averaged over all layers. "lost" are answers right in dense and wrong here.
 With the question "out", 256 tokens of noise follow it in the prompt, so that the selection does not see it, and it is
 asked again on the cache.
 
@@ -195,7 +195,7 @@ def table(rows: list[Row]) -> str:
     """All rows, as text."""
     head = (
         f"{'model':<18}{'layers':<7}{'window':<9}{'selection':<24}{'tokens':>6}{'pairs':>6}{'place':>6}{'n':>5}"
-        f"{'right %':>9}{'dense':>8}{'lost':>5}{'mean KL':>10}{'max KL':>9}{'work':>6}  kept by layer (gone)"
+        f"{'right %':>9}{'dense':>8}{'lost':>5}{'mean KL':>10}{'max KL':>9}{'compute':>8}  kept by layer (gone)"
     )
     dense = {row.key[:3] + row.key[4:]: row for row in rows if row.setting == "dense"}
     lines = [head]
@@ -207,7 +207,7 @@ def table(rows: list[Row]) -> str:
         lines.append(
             f"{row.model:<18}{row.layers:<7}{row.window:<9}{row.setting:<24}{row.tokens:>6}{row.pairs:>6}{row.place:>6}"
             f"{row.n:>5}{100 * row.exact / row.n:>9.1f}{100 * beside.exact / max(beside.n, 1):>8.1f}{row.lost:>5}"
-            f"{row.kl_sum / row.n:>10.5f}{row.kl_max:>9.4f}{row.work_sum / row.n:>6.2f}  {kept} ({row.gone}/{row.n})"
+            f"{row.kl_sum / row.n:>10.5f}{row.kl_max:>9.4f}{row.compute_sum / row.n:>8.2f}  {kept} ({row.gone}/{row.n})"
         )
     return "\n".join(lines)
 
@@ -220,15 +220,15 @@ def summary(rows: list[Row]) -> str:
             pooled.setdefault((row.model, row.layers, row.window, row.place, row.setting), []).append(row)
     lines = [
         f"{'model':<18}{'layers':<7}{'window':<9}{'place':<6}{'selection':<24}{'prompts':>8}{'right %':>9}{'lost':>6}"
-        f"{'gained':>7}{'mean KL':>10}{'work':>6}{'dropped':>9}"
+        f"{'gained':>7}{'mean KL':>10}{'compute':>8}{'dropped':>9}"
     ]
     for key, group in sorted(pooled.items()):
         n = sum(row.n for row in group)
         total = {name: sum(getattr(row, name) for row in group) for name in ("exact", "lost", "gained", "gone")}
-        kl, work = (sum(getattr(row, name) for row in group) / n for name in ("kl_sum", "work_sum"))
+        kl, compute = (sum(getattr(row, name) for row in group) / n for name in ("kl_sum", "compute_sum"))
         lines.append(
             f"{key[0]:<18}{key[1]:<7}{key[2]:<9}{key[3]:<6}{key[4]:<24}{n:>8}{100 * total['exact'] / n:>9.1f}"
-            f"{total['lost']:>6}{total['gained']:>7}{kl:>10.5f}{work:>6.2f}{total['gone'] / n:>9.0%}"
+            f"{total['lost']:>6}{total['gained']:>7}{kl:>10.5f}{compute:>8.2f}{total['gone'] / n:>9.0%}"
         )
     wanted = ("auto", "position", "p=0.99", "in")
     default = [r for r in rows if (r.layers, r.window, r.setting, r.place) == wanted and r.tokens <= TRAINED]

@@ -1,4 +1,4 @@
-"""Draw accuracy and KL against work from the JSON of `accuracy.py` (needs matplotlib).
+"""Draw accuracy and KL against compute from the JSON of `accuracy.py` (needs matplotlib).
 
 python benchmarks/accuracy_plot.py benchmarks/results/accuracy_h200.json --out docs/accuracy.png
 """
@@ -26,7 +26,7 @@ PANELS = (
 
 
 def curves(rows: list[dict[str, Any]], model: str, layers: str) -> dict[str, list[tuple[float, float, float]]]:
-    """By way of choosing tokens: (work, right %, mean KL), from the cells where all ways were tried."""
+    """By way of choosing tokens: (compute, right %, mean KL), from the cells where all ways were tried."""
     chosen = [
         r for r in rows if (r["model"], r["layers"], r["window"], r["place"]) == (model, layers, "position", "in")
     ]
@@ -38,11 +38,11 @@ def curves(rows: list[dict[str, Any]], model: str, layers: str) -> dict[str, lis
         way, _, p = row["setting"].replace("p=", "uniprefill as p=", not row["setting"].count(" ")).partition(" as p=")
         if way in LOOKS:
             total = sums.setdefault((way, float(p)), [0.0] * 4)
-            for i, name in enumerate(("n", "work_sum", "exact", "kl_sum")):
+            for i, name in enumerate(("n", "compute_sum", "exact", "kl_sum")):
                 total[i] += row[name]
     out: dict[str, list[tuple[float, float, float]]] = {}
-    for (way, _), (n, work, exact, kl) in sorted(sums.items()):
-        out.setdefault(way, []).append((work / n, 100 * exact / n, kl / n))
+    for (way, _), (n, compute, exact, kl) in sorted(sums.items()):
+        out.setdefault(way, []).append((compute / n, 100 * exact / n, kl / n))
     return out
 
 
@@ -58,12 +58,12 @@ def draw(report: dict[str, Any], out: Path) -> None:
     )
     for (above, below), ((model, layers), found) in zip(axes.T, shown, strict=True):
         for way, look in LOOKS.items():
-            work, right, kl = zip(*sorted(found.get(way, [(float("nan"),) * 3])), strict=True)
-            above.plot(work, right, label=NAMES.get(way, way), markersize=4, **look)
-            below.plot(work, [max(value, 1e-7) for value in kl], markersize=4, **look)
+            compute, right, kl = zip(*sorted(found.get(way, [(float("nan"),) * 3])), strict=True)
+            above.plot(compute, right, label=NAMES.get(way, way), markersize=4, **look)
+            below.plot(compute, [max(value, 1e-7) for value in kl], markersize=4, **look)
         above.set_title(f"{model}, drop layers: {layers}", fontsize=9)
         below.set_yscale("log")
-        below.set_xlabel("work (kept fraction, averaged over layers)", fontsize=8)
+        below.set_xlabel("compute (kept fraction, averaged over layers)", fontsize=8)
         for axis in (above, below):
             axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("right answers, %")

@@ -100,7 +100,7 @@ class Answer:
 
     tokens: list[int]
     logprobs: Tensor
-    work: float = 1.0
+    compute: float = 1.0
     rows: tuple[int, ...] = ()
     kept: dict[int, int] = field(default_factory=dict)
 
@@ -198,7 +198,7 @@ class Row:
     gone: int = 0
     kl_sum: float = 0.0
     kl_max: float = 0.0
-    work_sum: float = 0.0
+    compute_sum: float = 0.0
     kept_sum: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -216,7 +216,7 @@ class Row:
         self.gone += any(kept < prompt.first.shape[1] for kept in got.kept.values())
         self.kl_sum += kl
         self.kl_max = max(self.kl_max, kl)
-        self.work_sum += got.work
+        self.compute_sum += got.compute
         for layer, kept in got.kept.items():
             fraction = kept / prompt.first.shape[1]
             self.kept_sum[str(layer)] = self.kept_sum.get(str(layer), 0.0) + fraction

@@ -155,7 +155,7 @@ class Bench:
         repeats = max(1, min(self.repeats(warm), int(self.progress.left() / warm)))
         call = uniprefill_fx.last_call()
         assert call is not None
-        result |= {"work": call.compute_fraction, "rows": list(call.num_tokens), "exact": []}
+        result |= {"compute": call.compute_fraction, "rows": list(call.num_tokens), "exact": []}
         timings: dict[str, list[Timing]] = {DENSE: [], UNI: []}
         for _ in range(repeats):
             for kind, times in timings.items():
@@ -168,7 +168,7 @@ class Bench:
         dense, uni = result[DENSE], result[UNI]
         self.progress.say(
             f"{tokens:,} tokens: dense {dense['all_ms']} ms, uniprefill {uni['all_ms']} ms, "
-            f"{dense['ms'] / uni['ms']:.3f}x; work {call.compute_fraction:.2f}; syncs {result['syncs']}"
+            f"{dense['ms'] / uni['ms']:.3f}x; compute {call.compute_fraction:.2f}; syncs {result['syncs']}"
         )
 
     def guess(self, kind: str, tokens: int) -> float:

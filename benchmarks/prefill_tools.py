@@ -257,7 +257,7 @@ def limits(results: Sequence[dict[str, Any]], num_layers: int, batch: int) -> No
 def table(results: Sequence[dict[str, Any]]) -> str:
     """One line a length. Ratios above 1 are in favour of uniprefill, but for limit/uni: 1 is the limit."""
     columns = (
-        "tokens|work|dense ms|stock ms|uni ms|limit ms|dense/uni|stock/uni|limit/uni|"
+        "tokens|compute|dense ms|stock ms|uni ms|limit ms|dense/uni|stock/uni|limit/uni|"
         "dense host ms|uni host ms|dense GiB|uni GiB|uni/dense GiB|syncs"
     ).split("|")
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
@@ -267,7 +267,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         mark = "e" if "limit_exact_ms" in r else "<" if r.get("limit_below_measured") else ""
         cells = [
             f"{r['tokens']:,}",
-            _number(r.get("work"), "{:.2f}"),
+            _number(r.get("compute"), "{:.2f}"),
             *(_number(ms, "{:.1f}") for ms in (dense.get("ms"), stock.get("ms"), uni.get("ms"))),
             _number(limit, "{:.1f}") + mark,
             *(_ratio(ms, uni.get("ms")) for ms in (dense.get("ms"), stock.get("ms"), limit)),

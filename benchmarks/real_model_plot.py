@@ -16,6 +16,7 @@ from real_model_table import Cell, by_cell, mean, read, records, times_of
 
 from uniprefill_fx.config import PRESETS
 
+AXES = ("compute", "time")
 ONE_P, TWO_P, PRESET = "#888888", "#1f6fb4", "#c0392b"
 
 
@@ -48,43 +49,31 @@ def look(setting: str) -> tuple[str, str]:
     return (TWO_P, "o") if ".." in setting else (ONE_P, "s")
 
 
-def draw(reports: Sequence[dict[str, Any]], out: Path) -> None:
+def draw(reports: Sequence[dict[str, Any]], out: Path, axes: Sequence[str]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     lengths = sorted({record["tokens"] for record in records(reports) if record["part"] == "text"})
-    rows = 2 if times_of(reports) else 1
-    figure, axes = pyplot.subplots(
-        rows, len(lengths), figsize=(3.5 * len(lengths), 3.1 * rows), layout="constrained", squeeze=False, sharey=True
+    size = (3.5 * len(lengths), 3.1 * len(axes))
+    figure, panels = pyplot.subplots(
+        len(axes), len(lengths), figsize=size, layout="constrained", squeeze=False, sharey=True
     )
     for column, tokens in enumerate(lengths):
-        own, dense = points(reports, tokens), mean(times_of(reports).get(tokens, {}).get("dense", [float("nan")]))
-        for row in range(rows):
-            axis = axes[row, column]
-            for point in own:
-                at = point.compute if row == 0 else point.ms
-                if at is None:
-                    continue
-                color, marker = look(point.setting)
-                axis.plot([at, at], [point.median, point.worst], color=color, alpha=0.3, linewidth=1)
-                axis.plot(at, point.median, color=color, marker=marker, markersize=6 if color == PRESET else 4)
-                if color == PRESET:
-                    beside = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7}
-                    axis.annotate(point.setting, (at, point.median), **beside)
-            axis.set_yscale("log")
-            axis.grid(alpha=0.3)
-            axis.set_xlabel("compute, of dense" if row == 0 else "first token, ms", fontsize=8)
-            if row == 1:
-                axis.axvline(dense, color="black", linewidth=1)
-                axis.annotate("dense", (dense, 1), xytext=(-4, 0), textcoords="offset points", ha="right", fontsize=7)
-        axes[0, column].set_title(f"{tokens:,} tokens", fontsize=9)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("KL from dense, 64 positions", fontsize=8)
+        for kind, panel in zip(axes, panels[:, column], strict=True):
+            _fill(panel, kind, points(reports, tokens))
+            if kind == "time" and tokens in times_of(reports):
+                dense = mean(times_of(reports)[tokens]["dense"])
+                panel.axvline(dense, color="black", linewidth=1)
+                beside = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "fontsize": 7}
+                panel.annotate("dense", (dense, 1), **beside)
+        panels[0, column].set_title(f"{tokens:,} tokens", fontsize=9)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("KL from dense, 64 positions", fontsize=8)
     for color, label, marker in ((ONE_P, "one p", "s"), (TWO_P, "strict, then loose", "o"), (PRESET, "presets", "D")):
-        axes[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=label)
-    axes[0, 0].legend(fontsize=7)
+        panels[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=label)
+    panels[0, 0].legend(fontsize=7)
     run = reports[0]
     figure.suptitle(
         f"{run['model']}, {run['machine']}, {run['dtype']}: median over prompts, lines up to the worst one", fontsize=9
@@ -93,12 +82,30 @@ def draw(reports: Sequence[dict[str, Any]], out: Path) -> None:
     print(f"wrote {out}")
 
 
+def _fill(panel: Any, kind: str, found: Sequence[Point]) -> None:
+    """KL of each setting, by compute or by time."""
+    for point in found:
+        at = point.compute if kind == "compute" else point.ms
+        if at is None:
+            continue
+        color, marker = look(point.setting)
+        panel.plot([at, at], [point.median, point.worst], color=color, alpha=0.3, linewidth=1)
+        panel.plot(at, point.median, color=color, marker=marker, markersize=6 if color == PRESET else 4)
+        if color == PRESET:
+            beside = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7}
+            panel.annotate(point.setting, (at, point.median), **beside)
+    panel.set_yscale("log")
+    panel.grid(alpha=0.3)
+    panel.set_xlabel("compute, of dense" if kind == "compute" else "milliseconds to the first token", fontsize=8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="the PNG")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="a row for each (%(default)s)")
     args = parser.parse_args()
-    draw(read(args.reports), args.out)
+    draw(read(args.reports), args.out, args.axes)
 
 
 if __name__ == "__main__":

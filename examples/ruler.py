@@ -8,7 +8,7 @@
 
 niah_single_1 and niah_multikey_2 and 3 make their own text; tasks with essays or questions download data.
 All columns are one compilation: dense runs inside `uniprefill_fx.disabled()`, each p and alpha inside `override`.
-"dropped" counts the prompts of which tokens were really dropped, as `last_call()` recorded it, "work" is the kept
+"dropped" counts the prompts of which tokens were really dropped, as `last_call()` recorded it, "compute" is the kept
 fraction averaged over layers and prompts, "density" the computed part of the blocks of keys where attention is
 block-sparse.
 """
@@ -84,7 +84,7 @@ def evaluate(args: argparse.Namespace, model: Any, tokenizer: Any, task: str, le
         "score": score,
         "prompts": seen.prompts,
         "dropped": seen.dropped,
-        "work": round(sum(seen.works) / seen.prompts, 4),
+        "compute": round(sum(seen.works) / seen.prompts, 4),
     } | ({"density": round(sum(seen.densities) / len(seen.densities), 4)} if seen.densities else {})
 
 
@@ -125,15 +125,15 @@ def main(argv: list[str] | None = None) -> None:
             if args.out is not None:
                 args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(
-        f"{'task':<18} {'length':>7} {'dense':>7} {'p':>12} {'alpha':>6} {'uniprefill':>11} {'dropped':>9} {'work':>5} "
-        f"{'density':>7}"
+        f"{'task':<18} {'length':>7} {'dense':>7} {'p':>12} {'alpha':>6} {'uniprefill':>11} {'dropped':>9} "
+        f"{'compute':>7} {'density':>7}"
     )
     for row in rows:
         for run in row["uniprefill"]:
             print(
                 f"{row['task']:<18} {row['length']:>7} {row['dense']['score']:>7.3f} {run['p'] or 'as compiled':>12} "
                 f"{run.get('sparse_alpha', ''):>6} {run['score']:>11.3f} {run['dropped']:>4}/{run['prompts']:<4} "
-                f"{run['work']:>5.2f} {run.get('density', 1.0):>7.2f}"
+                f"{run['compute']:>7.2f} {run.get('density', 1.0):>7.2f}"
             )
 
 

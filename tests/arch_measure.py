@@ -185,6 +185,12 @@ def measure(name: str) -> dict[str, Any]:
         subject = Measure(name)
         with torch.inference_mode():
             subject.stock(prompt_ids(LENGTHS[0]))
+    except ImportError as error:
+        named = re.search(r"requires the (\S+) library", str(error))
+        missing = f"the package {named.group(1)}" if named else _short(error)
+        decoder = f"; its decoder is the row {name}_text" if f"{name}_text" in families() else ""
+        reason = f"its other parts need what is not installed here: {missing}{decoder}"
+        return {"name": name, "status": UNBUILT, "reason": reason, "seconds": _since(began)}
     except Exception as error:
         return {"name": name, "status": UNBUILT, "reason": _short(error), "seconds": _since(began)}
     row: dict[str, Any] = {"name": name, "class": type(subject.stock).__name__}

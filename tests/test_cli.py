@@ -80,6 +80,15 @@ def test_explain(model: str, prompt: Path, tmp_path: Path, capsys: pytest.Captur
     assert "<title>" in page.read_text()
 
 
+def test_explain_at_several_lengths(model: str, prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The end of the file, at each length."""
+    argv = ["explain", "--model", model, "--prompt-file", str(prompt), "--tokens", "200", "300", *OPTIONS]
+    for found in run(capsys, *argv)["results"]:
+        ids = token_ids(TOKENS)[:, -found["tokens"] :]
+        kept = {str(layer): len(rows) for layer, rows in reference().prefill(ids).kept.items()}
+        assert found["kept"] == kept
+
+
 def test_demo(model: str, prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["demo", "--model", model, "--prompt-file", str(prompt), *OPTIONS]  # on a CPU: eager
     tokens, logits = reference().generate(token_ids(TOKENS), 4)
@@ -197,6 +206,10 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "device": (["--model", "{model}", "--device", "abacus"], "--device abacus: "),
     "no place": (["--model", "{model}", "--html", "nowhere/report.html"], "--html nowhere/report.html: no folder"),
     "place": (["--model", "{model}", "--html", "{tmp}"], "it is a folder"),
+    "one page": (
+        ["--model", "{model}", "--html", "{tmp}/a.html", "--tokens", "64", "128"],
+        "--html {tmp}/a.html: a page shows one prompt, and 2 lengths are given; give one",
+    ),
     "empty": (["--model", "{model}", "--prompt-file", "{none}"], "it holds no tokens"),
 }
 
@@ -214,6 +227,19 @@ def test_errors(model: str, argv: list[str], part: str, tmp_path: Path, capsys: 
     shown = capsys.readouterr()
     assert not shown.out and shown.err.splitlines()[-1].startswith("uniprefill explain: ")
     assert part in shown.err
+
+
+def test_devices_are_known_before_the_model_is_read(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("explain", "demo", "bench"):
+        assert main([command, "--model", model, "--device", "abacus"]) == 2
+        shown = capsys.readouterr().err
+        assert f"uniprefill {command}: --device abacus: " in shown and "loading PyTorch" in shown
+        assert f"loading {model}" not in shown
+
+
+def test_demo_shows_one_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", model, "--tokens", "64", "128"]) == 2
+    assert "--tokens: demo shows one prompt, and 2 lengths are given; give one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--tokens", "0"], ["--tokens", "-5"], ["--tokens", "8", "x"]])
@@ -323,6 +349,25 @@ def test_an_interrupt_is_one_line(model: str) -> None:
             process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     assert lines[-1] == "uniprefill explain: interrupted\n" and not any("Traceback" in line for line in lines)
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *rest):
+        if name == "uniprefill_fx.tools.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from uniprefill_fx.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_of_an_import_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "uniprefill: interrupted\n")
 
 
 # Prompts

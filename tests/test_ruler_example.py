@@ -57,10 +57,10 @@ def test_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert (report["limit"], report["device"], report["torch"]) == (2, "cpu", torch.__version__)
     assert [(row["task"], row["length"]) for row in report["rows"]] == [(task, 4096) for task in tasks]
     for row in report["rows"]:
-        assert row["dense"] == {"score": 1.0, "prompts": 2, "dropped": 0, "work": 1.0}
+        assert row["dense"] == {"score": 1.0, "prompts": 2, "dropped": 0, "compute": 1.0}
         most, least = row["uniprefill"]
         assert (most["p"], least["p"]) == (0.99, 0.95)
         assert (most["score"], most["prompts"], least["score"], least["prompts"]) == (1.0, 2, 1.0, 2)
-        assert least["dropped"] == 2 and 0.5 < least["work"] < most["work"] <= 1
+        assert least["dropped"] == 2 and 0.5 < least["compute"] < most["compute"] <= 1
     printed = capsys.readouterr().out
     assert all(printed.count(f"\n{task} ") == 2 for task in tasks), "a line for each p"

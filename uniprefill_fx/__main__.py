@@ -1,5 +1,18 @@
 """`python -m uniprefill_fx`, which is the command `uniprefill`: see `tools/cli.py`."""
 
-from uniprefill_fx.tools.cli import main
+import sys
 
-raise SystemExit(main())
+
+def main() -> int:
+    """The exit status. An interrupt that comes while modules are imported is one line, too."""
+    try:
+        from uniprefill_fx.tools.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("uniprefill: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -25,9 +25,11 @@ def uniprefill(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
         StrictError: with `strict=True`, when something would have stayed dense.
     """
     if kwargs.get("mode") is not None:
-        raise OptionError(
-            "mode", kwargs["mode"], "no mode", "Pass options={'inner_options': {...}}, which tune the inner backend."
+        hint = (
+            "Pass options={'inner_options': {'max_autotune': True}}, say: names of the inner backend's own, of which "
+            "torch._inductor.list_mode_options() has those that a mode stands for."
         )
+        raise OptionError("mode", kwargs["mode"], "no mode", hint)
     config = PrefillConfig.from_options(kwargs.get("options") or {})
     return compile_graph(gm, example_inputs, config)
 

@@ -133,6 +133,9 @@ def check(args: argparse.Namespace) -> None:
     html = getattr(args, "html", None)
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         raise UserError(f"--html {html}: " + ("it is a folder" if html.is_dir() else f"no folder {html.parent}"))
+    if len(args.tokens or []) > 1 and (html is not None or args.command == "demo"):
+        shows = f"--html {html}: a page" if html is not None else "--tokens: demo"
+        raise UserError(f"{shows} shows one prompt, and {len(args.tokens)} lengths are given; give one")
     if args.prompt_file is not None and not args.prompt_file.is_file():
         raise UserError(f"--prompt-file {args.prompt_file}: no such file")
     path = Path(args.model).expanduser()

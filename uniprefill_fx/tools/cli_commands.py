@@ -14,7 +14,7 @@ import uniprefill_fx
 from uniprefill_fx.lowering.inner import checked_inner_backend
 from uniprefill_fx.passes.trace_log import decisions
 from uniprefill_fx.runtime.last_call import watched
-from uniprefill_fx.tools.cli_inputs import Subject, load
+from uniprefill_fx.tools.cli_inputs import Subject, check_device, load
 from uniprefill_fx.tools.cli_output import say
 from uniprefill_fx.tools.isolated import unwrapped
 
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> Result:
         UserError, OptionError, StrictError: what the user can mend.
     """
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(args.device)
     args.inner_backend = options.setdefault("inner_backend", inner_backend_for(args.command, args.device))
     checked_inner_backend(args.inner_backend)
     commands = {"explain": explain, "demo": demo, "bench": bench}
@@ -41,9 +42,16 @@ def inner_backend_for(command: str, device: str) -> str:
 
 
 def explain(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> Result:
-    """The report of the first prompt, also as a page with --html."""
-    say("tracing the model, and running the prompt once")
-    report = uniprefill_fx.explain(subject.model, subject.prompts[0], answer=args.answer, **options)
+    """The report of each prompt; of one, also as a page with --html."""
+    found = [_explained(args, subject, ids, options) for ids in subject.prompts]
+    if len(found) == 1:
+        return found[0]
+    return {"results": [result for result, _ in found]}, "\n\n".join(text for _, text in found)
+
+
+def _explained(args: argparse.Namespace, subject: Subject, ids: Tensor, options: dict[str, Any]) -> Result:
+    say(f"{ids.shape[1]:,} tokens: tracing the model, and running the prompt once")
+    report = uniprefill_fx.explain(subject.model, ids, answer=args.answer, **options)
     call, savings = report.call, report.savings
     if args.html is not None:
         say("running it twice more, for the page's slider")

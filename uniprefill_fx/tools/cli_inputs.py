@@ -53,6 +53,18 @@ def load(args: argparse.Namespace) -> Subject:
     return Subject(model, tokenizer, prompts, ANSWER if expected is None and made_up else expected)
 
 
+def check_device(name: str) -> None:
+    """Before a model is loaded, which takes long.
+
+    Raises:
+        UserError: torch knows no such device, or there is none.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for a device
+        raise UserError(f"--device {name}: {error}") from error
+
+
 def load_model(name: str, device: str, local: bool = False) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,7 +81,7 @@ def load_model(name: str, device: str, local: bool = False) -> tuple[Any, Any]:
         raise UserError(f"--model {name}: transformers cannot load it: {error}") from error
     try:
         model = model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for a device
+    except RuntimeError as error:  # too large for it, say
         raise UserError(f"--device {device}: {error}") from error
     tokenizer = None
     if _has_tokenizer(Path(where), extra):
