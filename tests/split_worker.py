@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import uniprefill_fx
+from uniprefill_fx.runtime import agreement
 from uniprefill_fx.runtime.agreement import Agreement
 
 WORLD = 2
@@ -114,22 +115,37 @@ class Worker:
         model = AutoModelForCausalLM.from_pretrained(self.folder / "llama", tp_plan="auto").eval()
         return self.exact(self.compiled(model=model))
 
+    def stock(self) -> Any:
+        """One rank runs the model without this backend: what each raises."""
+        model = self.split(SPLIT["llama"][0]())
+        agreement.SOON, agreement.PATIENCE = (datetime.timedelta(seconds=seconds) for seconds in (0.1, 2))
+        if self.rank == 0:
+            return self._error(self.compiled(model=model))
+        try:
+            model(token_ids(TOKENS))
+        except RuntimeError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": None}
+
+    def _error(self, model: Any) -> dict[str, Any]:
+        try:
+            self.prefill(model, token_ids(TOKENS))
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": None}
+
     def dies(self) -> Any:
         """One rank is gone in the middle of a prompt: what the other raises."""
         model = self.compiled()
         if self.rank:
             reached = Agreement.reached
 
-            def reached_and_gone(agreement: Agreement, *decision: Any) -> bool:
-                reached(agreement, *decision)
+            def reached_and_gone(own: Agreement, *decision: Any) -> bool:
+                reached(own, *decision)
                 os._exit(3)
 
             Agreement.reached = reached_and_gone  # type: ignore
-        try:
-            self.prefill(model, token_ids(TOKENS))
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"error": None}
+        return self._error(model)
 
 
 def main() -> None:

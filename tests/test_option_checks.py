@@ -35,6 +35,12 @@ def test_fraction_is_stored_as_float(value: Any) -> None:
         assert stored == value
 
 
+@pytest.mark.parametrize("preset", ["fast", "quality"])
+def test_a_preset_is_refused_where_nothing_reads_it(preset: str) -> None:
+    options = {"preset": preset, "selection": "top_k", "keep_ratio": 0.5}
+    refuse(options, "preset", preset, "no preset with selection='top_k'", "A preset says p, which top_k does not read.")
+
+
 @pytest.mark.parametrize("value", [[0.9, 1], (0.9, 1)])
 def test_fraction_list_is_stored_as_tuple_of_floats(value: Any) -> None:
     for stored in (PrefillConfig(p=value).p, PrefillConfig(selection="top_k", keep_ratio=value).keep_ratio):

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import uniprefill_fx
 from uniprefill_fx import OptionError, override
+from uniprefill_fx.config import PRESETS
 from uniprefill_fx.runtime.overrides import as_compiled
 from uniprefill_fx.tools.html_report import contents
 
@@ -66,6 +67,17 @@ def test_equals_a_model_compiled_so(model: Any, options: dict[str, Any], spec: d
     again, restored = run(model)
     assert torch.equal(again, before) and restored.num_tokens == plain.num_tokens
     assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_auto_is_the_preset_beside_it_or_the_default_one(model: Any) -> None:
+    """Whatever the model was compiled with. Its drop layers end 2 and 3 quarters of it."""
+    found = {}
+    for options, name in (({}, "quality"), ({"preset": "fast"}, "fast")):
+        with override(p="auto", **options):
+            found[name] = run(model)[1].num_tokens
+        with override(p=[PRESETS[name].p(0.5), PRESETS[name].p(0.75)]):
+            assert found[name] == run(model)[1].num_tokens
+    assert found["fast"] < found["quality"] and found["quality"] != run(model)[1].num_tokens
 
 
 def test_inner_values_win(model: Any) -> None:

@@ -132,6 +132,14 @@ def summed_in_place(x: Tensor) -> Tensor:
     return x
 
 
+def summed_after_a_view(x: Tensor) -> Tensor:
+    """As linear layers of bfloat16 on a CPU."""
+    found = torch.empty(x.shape[0], WIDTH)
+    torch.ops._C.silu_and_mul(found.reshape(-1, WIDTH), torch.cat([x, x], 1))
+    torch.ops._C.shm_allreduce(0, found)
+    return found
+
+
 def gathered_into(x: Tensor) -> Tensor:
     found = torch.empty(2 * x.shape[0], WIDTH)
     torch.ops._C.shm_all_gather(0, x, found)
@@ -148,6 +156,7 @@ def group(name: str, x: Tensor, *arguments: int) -> Tensor:
 EXCHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "sums": (lambda x: group("all_reduce", x), None),
     "sums in place": (summed_in_place, None),
+    "sums of a view": (summed_after_a_view, None),
     "channels": (lambda x: group("all_gather", x[:, : WIDTH // 2].contiguous(), 1, 2), None),
     "rows": (lambda x: group("all_gather", x, 0, 2)[: x.shape[0]], "something other than a row for each token"),
     "sequences": (lambda x: group("all_gather", group("reduce_scatter", x, 0, 2), 0, 2), "vllm::reduce_scatter"),

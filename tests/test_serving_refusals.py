@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connector",
     ),
     "adapters": ({"enable_lora": True}, "LoRA"),
-    "experts": ({"enable_return_routed_experts": True}, "returned experts"),
+    "experts": ({"later": "enable_return_routed_experts"}, "returned experts"),  # which vLLM refuses on a CPU
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
     "data": ({"data_parallel_size": 2}, "data parallelism"),
     "expert": ({"enable_expert_parallel": True}, "expert parallelism"),
@@ -47,11 +47,16 @@ stock = vllm.config.VllmConfig.__post_init__
 from uniprefill_fx.vllm import plugin
 plugin.register()
 from uniprefill_fx.vllm.options import check
+from uniprefill_fx.vllm.options import check
 from vllm.engine.arg_utils import EngineArgs
 found = {}
 for name, arguments in json.loads(sys.stdin.read()).items():
+    later = arguments.pop("later", None)
     try:
         config = EngineArgs(**arguments).create_engine_config()
+        if later:
+            setattr(config.aux_output_config, later, True)
+            check(config)
         if name == "graphs":  # which vLLM takes back on a CPU
             config.compilation_config.cudagraph_mode = vllm.config.CUDAGraphMode.FULL
             check(config)

@@ -167,6 +167,14 @@ def test_scores_of_one_rank_that_are_not_finite_keep_every_token_on_all(split: F
         assert own["NaN"]["kept"][0].tolist() == list(range(TOKENS))
 
 
+def test_a_rank_without_this_backend_is_named_to_the_other(tmp_path: Path) -> None:
+    """Stock torch beside ours: no collective of ours meets one of the model, and neither rank hangs."""
+    ours, stock = ran(tmp_path, "stock")("stock")
+    assert ours["error"].startswith("RanksError: rank 1 of the ranks [0, 1] did not come to this prompt within 2 s")
+    assert "Compile the model on all of these ranks or on none" in ours["error"]
+    assert "gloo" in stock["error"]  # the other rank has ended
+
+
 def test_a_rank_that_dies_ends_the_other_with_an_error(split: Found) -> None:
     """In the middle of a prompt, behind the agreement: the other is told so by its next collective."""
     with pytest.raises(AssertionError):

@@ -32,7 +32,8 @@ def options_for(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     merged = over_published(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1), options)
-    checked_inner_backend(PrefillConfig.from_options(merged).inner_backend)
+    chosen = PrefillConfig.from_options(merged)
+    checked_inner_backend(chosen.inner_backend, chosen.inner_options)
     return merged
 
 

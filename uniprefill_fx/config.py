@@ -258,6 +258,9 @@ class PrefillConfig:
             if name not in known:
                 hint = checks.did_you_mean(checks.ELSEWHERE.get(name, name), known, "Remove it.")
                 raise OptionError(str(name), value, "the names " + ", ".join(known), f"There is no such option. {hint}")
+        if "preset" in options and options.get("selection") == "top_k":
+            hint = "A preset says p, which top_k does not read. Leave it out, or keep_ratio and selection."
+            raise OptionError("preset", options["preset"], "no preset with selection='top_k'", hint)
         return cls(**options)
 
     def kept_for(self, index: int, count: int, depth: float) -> tuple[float, None] | tuple[None, float]:

@@ -62,6 +62,10 @@ class StrictError(RuntimeError):
     """`strict=True` and the graph, or one of its drop layers, would have stayed dense."""
 
 
+class RanksError(RuntimeError):
+    """A rank that shares the model with others did not come to a prompt that they are about to run."""
+
+
 class CompactCacheError(RuntimeError):
     """A compact KV cache was read by code that does not know which tokens it holds."""
 

@@ -23,8 +23,9 @@ from uniprefill_fx.frontends.own_attention import OwnAttention, reads_views
 from uniprefill_fx.frontends.prompt_sizes import TraceAgain, trace_symbolic
 from uniprefill_fx.lowering.cache_tag import tag
 from uniprefill_fx.lowering.devices import check_dtypes
-from uniprefill_fx.lowering.inner import InnerBackend, compile_whole, inner_backend
-from uniprefill_fx.lowering.pieces import CompiledPiece, compile_pieces
+from uniprefill_fx.lowering.inner import compile_whole, inner_backend, tensorrt_of
+from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.lowering.prompts import PromptCompiler
 from uniprefill_fx.passes import trace_log
 from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
 from uniprefill_fx.passes.analyze.entry import keys_of_earlier_tokens, reason_from_outside
@@ -64,7 +65,7 @@ class Compilation:
         gm: the graph at hand. before: the same in its normal form; a copy where somebody observes the compilation.
         inputs: what Dynamo handed over with it. config: the options.
         attention: what the readers found in it. blocked: a reason from outside the decoder to stay dense.
-        ranks: those that run the graph together.
+        ranks: those that run the graph together. prompts: what compiles graphs of prompts.
         eager_reader: whether steps could read a compact cache eagerly. written: a step's graph as Dynamo traced it.
         plan: the decisions.
         after: the rewritten graph, None if it stays dense. pieces: what `after` was cut into.
@@ -73,7 +74,7 @@ class Compilation:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], config: PrefillConfig, observed: bool) -> None:
         self.gm, self.inputs, self.config, self.observed = gm, inputs, config, observed
-        self.inner: InnerBackend = inner_backend(config)
+        self.prompts = PromptCompiler(inner_backend(config), tensorrt_of(config))
         self.attention: list[AttentionNode] = []
         self.blocked: Refusal | None = None
         self.ranks: Ranks | None = None
@@ -99,6 +100,7 @@ def _eager_reader(c: Compilation) -> None:
 def _find_attention(c: Compilation) -> None:
     c.before = copy_module(c.gm) if c.observed else c.gm
     c.attention = find_attention_nodes(c.gm.graph)
+    c.prompts = replace(c.prompts, batch={attention.batch for attention in c.attention})
     c.blocked = reason_from_outside(c.gm, c.inputs)
 
 
@@ -241,9 +243,9 @@ def _prefill(c: Compilation) -> Prefill:
     """Compilation itself waits for the first call."""
     assert c.after is not None
     agreement = _agreement(c)
-    steps = list(zip(c.pieces, compile_pieces(c.pieces, c.inner), strict=True))
+    steps = list(zip(c.pieces, c.prompts.pieces(c.pieces), strict=True))
     sequence_ids = extract(c.gm, c.plan.sequence_ids)
-    dense = CompiledPiece(_lowered(c), c.inner, "dense")
+    dense = c.prompts.whole(_lowered(c), "dense")
     auto_blocks = c.config.block_size == "auto"
     how = (c.config.min_tokens, sequence_ids, auto_blocks, c.eager_reader, agreement)
     return Prefill(c.plan, c.after, steps, dense, *how)
@@ -260,18 +262,20 @@ def _agreement(c: Compilation) -> Agreement | None:
 def _without_drops(c: Compilation) -> Callable[..., Any]:
     """The compiled graph; where its masks are buffers that were looked at, they are looked at again at each call.
 
-    A decode step has to read its compact cache so: the model's own attention could not.
+    A step has to read its compact cache so: the model's own attention could not.
     """
     buffers = tuple(dict.fromkeys(b for a in c.attention for b in sorted(a.causal_buffers)))
     if not buffers or c.plan.prefill:
         lowered = _lowered(c)
         own = c.written if reads_views(lowered.graph) else None  # before it is compiled, which may change it
-        run = compile_whole(c.inner, lowered, c.inputs)
+        if c.prompts.tensorrt and c.plan.prefill and not (c.blocked and c.blocked.category is Category.GRADIENTS):
+            return c.prompts.whole(lowered, "dense")
+        run = compile_whole(c.prompts.inner, lowered, c.inputs)
         return run if own is None else OwnAttention(run, own, next(iter(c.plan.refusals), None))
     names = [n.name for n in c.gm.graph.nodes if n.op == "placeholder"]
     checks = [(names.index(b.name), Unchanged(b.meta[MARK])) for b in buffers]
-    unlowered = CompiledPiece(copy_module(c.gm), c.inner, "with the model's masks")
-    run = compile_whole(c.inner, _lowered(c, with_buffers=True), c.inputs)
+    unlowered = CompiledPiece(copy_module(c.gm), c.prompts.inner, "with the model's masks")
+    run = compile_whole(c.prompts.inner, _lowered(c, with_buffers=True), c.inputs)
 
     def checked(*args: Any) -> Any:
         as_they_were = all(unchanged(args[index]) for index, unchanged in checks)

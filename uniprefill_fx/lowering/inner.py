@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ InnerBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def inner_backend(config: PrefillConfig) -> InnerBackend:
-    """The inner backend of a config, with `inner_options` bound.
+    """The inner backend of a config, with `inner_options` bound. Beside TensorRT, which is for prompts, it is Inductor.
 
     Raises:
-        OptionError: no backend of that name is registered; torch-tensorrt is asked for, and is not installed.
+        OptionError: no backend of that name is registered.
     """
     if config.inner_backend in tensorrt.NAMES:
-        return tensorrt.tensorrt(str(config.inner_backend), config.inner_options or {}, backend_of)
+        inductor: InnerBackend = checked_inner_backend("inductor")
+        return inductor
     compiler: InnerBackend = checked_inner_backend(config.inner_backend)
     if config.inner_options is not None:
         # Inductor calls its options config_patches; torch.compile hands `options` to every other backend.
@@ -38,17 +39,29 @@ def inner_backend(config: PrefillConfig) -> InnerBackend:
     return compiler
 
 
-def checked_inner_backend(chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The backend of that name, or the callable itself.
+def tensorrt_of(config: PrefillConfig) -> tensorrt.TensorRT | None:
+    """torch-tensorrt with its options, where it is the inner backend.
 
     Raises:
-        OptionError: no backend of that name is registered; torch-tensorrt is asked for, and is not installed.
+        OptionError: it is not installed, or has no such option.
     """
-    if chosen in tensorrt.NAMES:
-        return tensorrt.tensorrt(str(chosen), {}, backend_of)
+    name = config.inner_backend
+    return tensorrt.tensorrt(name, config.inner_options) if isinstance(name, str) and name in tensorrt.NAMES else None
+
+
+def checked_inner_backend(
+    chosen: str | Callable[..., Any], options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend of that name, or the callable itself; for TensorRT, what builds its engines.
+
+    Raises:
+        OptionError: no backend of that name is registered; torch-tensorrt is not installed, or has no such option.
+    """
+    if isinstance(chosen, str) and chosen in tensorrt.NAMES:
+        return tensorrt.tensorrt(chosen, options).build
     found = backend_of(chosen) if isinstance(chosen, str) else chosen
     if found is None:
-        names = sorted({*torch.compiler.list_backends(), *PLAIN} - {BACKEND_NAME})
+        names = sorted({*torch.compiler.list_backends(), *PLAIN, *tensorrt.NAMES} - {BACKEND_NAME})
         hint = did_you_mean(chosen, names, "Register the backend first.")
         raise OptionError("inner_backend", chosen, f"{', '.join(names)}, or a callable", hint)
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,29 +55,21 @@ class Variant:
     holds: Test
 
 
-class CompiledPiece:
-    """A graph module that compiles itself when called; all token-axis lengths share a compilation.
+class LazyPiece(ABC):
+    """A graph module that compiles itself when called, once more where no compilation fits what it is called with.
 
-    Placeholders carry fakes in `meta`; a size that is symbolic there is dynamic, every other one is fixed. Threads may
-    call it at the same time: one compiles, the others wait for it.
+    Threads may call it at the same time: one compiles, the others wait for it.
     """
 
-    def __init__(self, gm: fx.GraphModule, inner: InnerBackend, name: str) -> None:
-        self.gm, self.inner, self.name = gm, inner, name
+    def __init__(self, gm: fx.GraphModule, name: str) -> None:
+        self.gm, self.name = gm, name
         self.variants: list[Variant] = []
         self.seconds = 0.0
         self.full = False  # whether MAX_VARIANTS are compiled, and another one was wanted
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        self.static = [is_static_input(node) for node in placeholders]
-        self.writes = any(written_nodes(node) for node in gm.graph.nodes)
-        # By input: what is known of each dynamic size, by dimension; dimension None for an input that is a size.
-        self.dynamic = [_dynamic(node) for node in placeholders]
 
-    def share(self, gm: fx.GraphModule) -> None:
-        """Stand for another graph of the same `structure` too: sizes are the same only if they are so in both."""
-        for own, node in zip(self.dynamic, gm.graph.find_nodes(op="placeholder"), strict=True):
-            for d, size in _dynamic(node).items():
-                own[d] = (own[d], size)
+    @abstractmethod
+    def _compile(self, args: Sequence[Any]) -> Variant:
+        """A compilation that fits these arguments."""
 
     def __call__(self, *args: Any) -> Any:
         variant = self._variant(args)
@@ -84,8 +77,13 @@ class CompiledPiece:
             with one_compilation():
                 variant = self._variant(args)  # another thread may have been faster
                 if variant is None and len(self.variants) < MAX_VARIANTS:
+                    log.info("%s: compiling", self.name)
+                    began = time.perf_counter()
                     variant = self._compile(args)
                     self.variants.append(variant)
+                    self.seconds += time.perf_counter() - began
+                    sizes = variant.sizes(args)
+                    log.info("%s: compiled for sizes %s in %.1f s", self.name, sizes, time.perf_counter() - began)
         if variant is None:
             if not self.full:
                 self.full = True
@@ -98,9 +96,29 @@ class CompiledPiece:
     def _variant(self, args: Sequence[Any]) -> Variant | None:
         return next((variant for variant in self.variants if variant.holds(args)), None)
 
+
+class CompiledPiece(LazyPiece):
+    """A piece by an inner backend that is called as Dynamo calls it; all token-axis lengths share a compilation.
+
+    Placeholders carry fakes in `meta`; a size that is symbolic there is dynamic, every other one is fixed.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inner: InnerBackend, name: str) -> None:
+        super().__init__(gm, name)
+        self.inner = inner
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.static = [is_static_input(node) for node in placeholders]
+        self.writes = any(written_nodes(node) for node in gm.graph.nodes)
+        # By input: what is known of each dynamic size, by dimension; dimension None for an input that is a size.
+        self.dynamic = [dynamic_sizes(node) for node in placeholders]
+
+    def share(self, gm: fx.GraphModule) -> None:
+        """Stand for another graph of the same `structure` too: sizes are the same only if they are so in both."""
+        for own, node in zip(self.dynamic, gm.graph.find_nodes(op="placeholder"), strict=True):
+            for d, size in dynamic_sizes(node).items():
+                own[d] = (own[d], size)
+
     def _compile(self, args: Sequence[Any]) -> Variant:
-        began = time.perf_counter()
-        log.info("%s: compiling", self.name)
         mode = fake_mode()
         fakes = [self._fake(i, arg, mode) for i, arg in enumerate(args)]
         self._unify(fakes)
@@ -111,11 +129,7 @@ class CompiledPiece:
         mark_as_dynamo(gm)
         with compiling(mode), tagged():
             run = self.inner(gm, [*symbols, *fakes])
-        holds = guards(mode, fakes, args, self.static, self.writes)
-        seconds = time.perf_counter() - began
-        self.seconds += seconds
-        log.info("%s: compiled for sizes %s in %.1f s", self.name, sizes(args), seconds)
-        return Variant(run, sizes, holds)
+        return Variant(run, sizes, guards(mode, fakes, args, self.static, self.writes))
 
     def _fake(self, i: int, arg: Any, mode: Mode) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -153,7 +167,7 @@ def compile_pieces(pieces: Sequence[Piece], inner: InnerBackend) -> list[Callabl
     return runs
 
 
-def _dynamic(node: fx.Node) -> dict[int | None, Hashable]:
+def dynamic_sizes(node: fx.Node) -> dict[int | None, Hashable]:
     """The expressions of the symbolic sizes of an input."""
     value = meta(node)
     sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]

@@ -2,12 +2,20 @@
 
 A rank that dropped alone would wait for sums of scores that the others never send, or add rows of other tokens to
 theirs. So each rank says which graph it runs and what it is about to do with it; where two say different things, all of
-them run the prompt dense. A rank that is gone ends the exchange with an error of `torch.distributed`.
+them run the prompt dense.
+
+They say it in the store of their process group, and not by a collective. A rank that runs the model without this
+backend says nothing there, and goes on to a collective of the model. Ours would meet that one, and NCCL would wait for
+ever, or add up what does not belong together. Here the others learn which rank is missing.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import itertools
+import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from uniprefill_fx.errors import RanksError
 from uniprefill_fx.passes.distributed import is_dtensor, placement_of
 from uniprefill_fx.passes.node_utils import leaves_of, meta
 from uniprefill_fx.torch_internals import group_named
+
+log = logging.getLogger(__name__)
+SOON = datetime.timedelta(seconds=10)
+"""After so long a log line says which rank is waited for."""
+PATIENCE = datetime.timedelta(minutes=5)
+"""How much longer one rank may trace the model, or read its prompt, than another."""
+
+# By process group: the number of its next prompt. Every rank counts alike, as each prompt is an exchange on all.
+_prompts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class Agreement:
@@ -29,7 +47,6 @@ class Agreement:
 
     def __init__(self, group: str, graph: fx.Graph, options: Any) -> None:
         self.group = group
-        self.device = next((v.device for v in map(meta, graph.nodes) if isinstance(v, torch.Tensor)), "cpu")
         self.program = hashlib.sha256("\n".join(_lines(graph)).encode())
         self.program.update(repr(options).encode())
 
@@ -37,14 +54,55 @@ class Agreement:
         """Whether every rank runs this graph and calls with this decision, whose parts are told apart by their `repr`.
 
         Every rank of the group has to call it, at the same prompt.
+
+        Raises:
+            RanksError: a rank does not, for `PATIENCE`.
         """
         digest = self.program.copy()
         digest.update(repr(decision).encode())
-        number = int.from_bytes(digest.digest()[:7], "big")  # fits an int64, and its negative does
-        extremes = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group_named(self.group))
-        largest, smallest = extremes.tolist()
-        return bool(largest == -smallest)
+        return len(set(exchanged(group_named(self.group), digest.hexdigest()))) == 1
+
+
+def exchanged(group: Any, word: str) -> list[str]:
+    """What each rank of a process group says at the same prompt, by rank.
+
+    Raises:
+        RanksError: a rank says nothing for `PATIENCE`. An error of `torch.distributed`, if the store is gone.
+    """
+    store, own, ranks = group.get_group_store(), group.rank(), dist.get_process_group_ranks(group)
+    number = next(_prompts.setdefault(group, itertools.count()))
+    store.set(_key(number, own), word)
+    for rank, name in enumerate(ranks):
+        _wait(store, _key(number, rank), name, ranks)
+    said = [store.get(_key(number, rank)).decode() for rank in range(len(ranks))]
+    if number:  # all have come here, and so have read what was said before
+        store.delete_key(_key(number - 1, own))
+    return said
+
+
+def _key(number: int, rank: int) -> str:
+    return f"uniprefill/{number}/{rank}"
+
+
+def _wait(store: Any, key: str, rank: int, ranks: list[int]) -> None:
+    if _comes(store, key, SOON):
+        return
+    log.warning("waits for rank %d to come to a prompt", rank)
+    if not _comes(store, key, PATIENCE):
+        raise RanksError(
+            f"rank {rank} of the ranks {ranks} did not come to this prompt within {PATIENCE.total_seconds():g} s: it "
+            "runs the model without this backend (not compiled, or past Dynamo's recompile limit), was given another "
+            "call, or is gone. Compile the model on all of these ranks or on none, and give each the same calls"
+        )
+
+
+def _comes(store: Any, key: str, patience: datetime.timedelta) -> bool:
+    """Whether a key is there within a time. Raises what the store raises if it is gone."""
+    try:
+        store.wait([key], patience)
+    except RuntimeError:  # a store of files has no type of its own for that
+        return bool(store.check([key]))
+    return True
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:

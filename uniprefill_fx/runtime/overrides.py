@@ -47,7 +47,7 @@ def override(**options: Any) -> Iterator[None]:
         if name not in CHANGEABLE:
             hint = "Other options are fixed when the model is compiled."
             raise OptionError(name, value, "with override(), " + ", ".join(CHANGEABLE), hint)
-    checked = PrefillConfig.from_options(options | amount(options))
+    checked = PrefillConfig(**options | amount(options))
     given = {name: getattr(checked, name) for name in options}
     outer = dict(_changes.get() or {})
     if any(name in given for name in _AMOUNTS):

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from uniprefill_fx.config import OptionError
 from uniprefill_fx.errors import Category, Refusal, RefusalError, refuse
-from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.lowering.prompts import CompiledPrompt
 from uniprefill_fx.passes.analyze.outputs import Exposure
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.node_utils import counts_blocks, is_selected, selects_by, shape
@@ -58,7 +58,7 @@ class Prefill:
         plan: Plan,
         after: fx.GraphModule,
         steps: Sequence[tuple[Piece, Callable[..., Any]]],
-        dense: CompiledPiece,
+        dense: CompiledPrompt,
         min_tokens: int,
         sequence_ids: Callable[..., tuple[Tensor, ...]],
         auto_blocks: bool = False,

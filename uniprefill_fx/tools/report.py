@@ -10,7 +10,8 @@ from torch import fx
 
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.errors import Category, Refusal
-from uniprefill_fx.lowering.pieces import CompiledPiece
+from uniprefill_fx.lowering.engines import EnginePiece
+from uniprefill_fx.lowering.pieces import LazyPiece
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import LastCall
@@ -188,7 +189,8 @@ class Report:
         prompts = [c for c in self.compilations if c.plan.prefill]
         # pieces of one structure have one run
         runs = dict.fromkeys(run for c in prompts if isinstance(c.run, Prefill) for _, run in c.run.steps)
-        pieces = sum(len(run.variants) for run in runs if isinstance(run, CompiledPiece))
+        parts = [part for run in runs for part in (run.parts if isinstance(run, EnginePiece) else [run])]
+        pieces = sum(len(part.variants) for part in parts if isinstance(part, LazyPiece))
         inner = self.config.inner_backend if isinstance(self.config.inner_backend, str) else "the inner backend"
         text = f"compiled: {len(prompts)} of the prompt"
         text += f" in {pieces} pieces by {inner}" if pieces else ""

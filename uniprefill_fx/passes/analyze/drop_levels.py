@@ -21,6 +21,7 @@ from uniprefill_fx.passes.analyze.rowwise_ops import CREATIONS
 from uniprefill_fx.passes.attention_node import AttentionNode, interiors
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
 from uniprefill_fx.passes.node_utils import expression, meta, name_of, token_dims
+from uniprefill_fx.passes.schemas import effects
 
 INDEXING = frozenset("getitem index_select gather take_along_dim index_add_ index_copy_ scatter_ scatter_add_".split())
 CARRY = frozenset(
@@ -115,10 +116,17 @@ def _written_later(
     for node in graph.nodes:
         inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in _read_by(node, attention_of)]
         rough[node] = 0 if node in head_region else max(inputs, default=0)
-        for buffer in written_nodes(node):
+        for buffer in map(_storage_of, written_nodes(node)):
             if name_of(buffer) in CREATIONS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
                 late.setdefault(buffer, rough[node])
     return late
+
+
+def _storage_of(node: fx.Node) -> fx.Node:
+    """The value that a view is of; any other value itself."""
+    while len(shares := effects(node).shares) == 1:
+        (node,) = shares
+    return node
 
 
 def _check_writes(
