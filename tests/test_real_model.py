@@ -348,3 +348,21 @@ def test_the_page_says_which_needles_were_found() -> None:
             assert numbers(cell.replace(",", " ")) == (shown if own else [])
             all_lost, all_dense = all_lost + len(dense - right), all_dense + len(dense)
         assert name == "dense" or numbers(cells[6]) == [all_lost, all_dense]
+
+
+def test_the_page_says_what_calibrate_found() -> None:
+    """What it promised, and what its choice cost on the kinds of text that it did not see."""
+    records = real_records("real_model_gemma270m_needles")
+    page = (ROOT / "docs" / "choosing-p.md").read_text()
+    table = page[page.index("| calibrated on | p |") :].split("\n\n")[0].splitlines()[2:]
+    for found, line in zip(records[0]["run"]["calibrations"], table, strict=True):
+        kind, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        own = [record for record in records if record["part"] == f"calibrated on {kind}"]
+        kl, kl_all, compute = (statistics.fmean(r[key] for r in own) for key in ("kl", "kl_all", "compute"))
+        assert kind == found["kind"] and kind not in {record["kind"] for record in own}
+        assert [float(p) for p in cells[0].split(", ")] == found["p"]
+        promised, held_out, own_compute, n, first, every, others_compute = cells[1:]
+        assert [float(kl) for kl in promised.split(", ")] == pytest.approx([found["kl"], found["bound"]], rel=0.06)
+        assert float(held_out) == pytest.approx(found["held_out_kl"], rel=0.06) and int(n) == len(own) == 14
+        assert [float(own_compute), float(others_compute)] == [round(found["compute"], 2), round(compute, 2)]
+        assert [float(first.split()[0]), float(every.split()[0])] == pytest.approx([kl, kl_all], rel=0.06)
