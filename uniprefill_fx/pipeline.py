@@ -100,7 +100,7 @@ def _eager_reader(c: Compilation) -> None:
 def _find_attention(c: Compilation) -> None:
     c.before = copy_module(c.gm) if c.observed else c.gm
     c.attention = find_attention_nodes(c.gm.graph)
-    c.prompts = replace(c.prompts, batch={attention.batch for attention in c.attention})
+    c.prompts = replace(c.prompts, batch={a.batch for a in c.attention if a.spec is not None})
     c.blocked = reason_from_outside(c.gm, c.inputs)
 
 
