@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton_worker import Run
 
-from uniprefill_fx.kernels.select_blocks.kernel import mark_blocks, select_blocks
+from uniprefill_fx.kernels.select_blocks.kernel import _mark_kernel, mark_blocks, select_blocks
 from uniprefill_fx.kernels.select_blocks.naive import select_blocks_reference
 
 
@@ -221,3 +221,10 @@ def test_refusals_say_what_was_wanted(run: Run, options: dict[str, Any], message
     )
     with pytest.raises(ValueError, match=message):
         run(select_blocks, **(good | options))
+
+
+def test_the_number_of_requests_compiles_nothing_anew() -> None:
+    """Lengths lie behind bounds in one tensor: aligned or not by how many requests there are."""
+    kernel: Any = _mark_kernel
+    (lengths,) = [parameter for parameter in kernel.params if parameter.name == "prompt_lengths"]
+    assert lengths.do_not_specialize_on_alignment

@@ -79,6 +79,7 @@ def steps() -> Iterator[Steps]:
     steps.requests = {name: Request(100, steps.config, None, list(lost)) for name, lost in LOST.items()}
     yield steps
     metadata._latest.clear()
+    metadata._made.clear()
     metadata.builds.clear()
 
 
@@ -143,7 +144,8 @@ def test_a_captured_graph_reads_the_step_at_hand(steps: Steps, builders: list[An
         ({"a": (51, 1), "b": (18, 1), "c": (61, 1)}, 4),  # the same requests: nothing is sent to the card but lengths
         ({"c": (62, 1), "a": (52, 1)}, 2),  # in another order
         ({"a": (75, 1), "b": (40, 2)}, None),  # not captured: a chunk beside it
-        ({"b": (41, 1), "c": (63, 1), "a": (76, 1)}, 4),
+        ({"b": (43, 3)}, None),  # nor this one, which lacks nothing in any segment
+        ({"b": (44, 1), "c": (63, 1), "a": (76, 1)}, 4),
     ]
     for step, padded_to in decoding:
         made = run(steps, runner, builders, step, padded_to)
@@ -172,6 +174,38 @@ def test_segments_have_buffers_of_their_own(steps: Steps, builders: list[Any]) -
     for name in ("seq_lens", "slot_mapping", "softmax_segm_output"):
         assert own[0][name].data_ptr() != own[1][name].data_ptr(), name
     assert made[0].seq_lens.tolist() == [40, 57] and made[1].seq_lens.tolist() == [25, 20]
+
+
+def test_segments_that_lack_nothing_share_what_one_builder_made(steps: Steps, builders: list[Any]) -> None:
+    """As vLLM does for layers of one kind: in steps with prompts, which are not captured."""
+    prompt, decoding = {"b": (40, 30)}, {"b": (41, 1)}
+    one, two = run(steps, Runner(), builders, prompt, None)
+    assert one is two
+    fresh = run(steps, Runner(), builders[1:], prompt, None)[0]
+    assert fresh is not two
+    now, then = tensors(two), tensors(fresh)
+    for name in ("seq_lens", "slot_mapping", "block_table", "query_start_loc"):
+        assert torch.equal(now[name], then[name]), name
+    assert (two.max_seq_len, two.max_query_len, two.num_actual_tokens) == (40, 30, 30)
+    assert two.seq_lens.tolist() == [40] and two.slot_mapping.tolist() == [
+        BLOCKS["b"][p // BLOCK] * BLOCK + p % BLOCK for p in range(10, 40)
+    ]
+    next_one = run(steps, Runner(), builders, prompt, None)
+    assert next_one[0] is next_one[1] and next_one[0] is not one, "of this step"
+    one, two = run(steps, Runner(), builders, decoding, None)
+    assert one is not two, "a captured graph reads each segment's buffers"
+
+
+def test_segments_that_differ_share_nothing(steps: Steps, builders: list[Any]) -> None:
+    prompt = {"b": (40, 30)}
+    steps.requests["b"].dropped = [0, 7]
+    one, two = run(steps, Runner(), builders, prompt, None)
+    assert one.seq_lens.tolist() == [40] and two.seq_lens.tolist() == [33]
+    assert two.slot_mapping.tolist() == [BLOCKS["b"][p // BLOCK] * BLOCK + p % BLOCK for p in range(3, 33)]
+    steps.requests["b"].dropped = [0, 0]
+    builders[1].window_size = 4  # what a builder finds out of its layers
+    one, two = run(steps, Runner(), builders, prompt, None)
+    assert one is not two
 
 
 def test_a_prompt_whose_step_replayed_a_graph_is_dense(steps: Steps) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.config import PrefillConfig, auto_block_size
 from uniprefill_fx.vllm.steps import Step, Steps
 from uniprefill_fx.vllm.warm_up import _blocks, lengths
 
@@ -39,6 +39,14 @@ CONFIG = PrefillConfig(min_tokens=2050, last_n=64, sink_tokens=64)
 )
 def test_lengths(engine: dict[str, Any], want: list[int]) -> None:
     assert lengths(worker(**engine), CONFIG) == want
+
+
+def test_a_length_for_each_size_of_blocks() -> None:
+    config = PrefillConfig(min_tokens=2050, last_n=64, sink_tokens=64, block_size="auto")
+    found = lengths(worker(max_model_len=100_000, budget=100_000), config)
+    assert found == [2064, 8192, 65_536, 99_999]
+    assert {auto_block_size(tokens) for tokens in found} == {auto_block_size(tokens) for tokens in range(2064, 100_000)}
+    assert lengths(worker(max_model_len=8000), config) == [2064, 7999]
 
 
 def test_blocks_are_told_apart_and_the_first_is_left_out() -> None:

@@ -209,6 +209,15 @@ def test_weights_that_change_make_a_new_program(stand_in: StandIn) -> None:
     assert len(stand_in.given) == 2 and len(subject.piece.parts[0].variants) == 1
 
 
+def test_weights_that_get_other_memory_make_a_new_program(stand_in: StandIn) -> None:
+    """`weight.data = other` leaves the parameter and its count of writes as they were."""
+    subject = Subject()
+    for count in (1, 2, 3):
+        subject.check(40)
+        assert len(stand_in.given) == count and len(subject.piece.parts[0].variants) == 1
+        subject.layer.out.weight.data = subject.layer.out.weight.data * -2
+
+
 def test_rows_beyond_the_bounds_run_without_engines(stand_in: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     subject = Subject(options={"max_tokens": 64})
     subject.check(65)

@@ -42,7 +42,8 @@ def _mass_above(scores, blocks, threshold, COUNT: tl.constexpr, TILE: tl.constex
     return tl.sum(lanes, 0)
 
 
-@triton.jit(do_not_specialize=["width", "last_n", "sink_tokens"])
+# lengths come as a part of a tensor: where it begins depends on the number of requests
+@triton.jit(do_not_specialize=["width", "last_n", "sink_tokens"], do_not_specialize_on_alignment=["prompt_lengths"])
 def _mark_kernel(
     scores, token_bounds, prompt_lengths, fractions, offsets, whole, kept, width, last_n, sink_tokens,
     BLOCK_SIZE: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,

@@ -41,14 +41,26 @@ class SegmentBuilder:
     supports_update_block_table = False  # its slots are not the runner's
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = current()
-        common = common_attn_metadata
-        if steps is not None:
-            for name in self.layer_names:  # type: ignore[attr-defined]
-                builds[name] = Build(self, common, dict(kwargs))
-            if self.segment and _by_slots(self):
-                common, common_prefix_len = shifted(self, common, steps), 0
-        return super().build(common_prefix_len, common, *args, **kwargs)  # type: ignore[misc]
+        steps, common = current(), common_attn_metadata
+        if steps is None:
+            return super().build(common_prefix_len, common, *args, **kwargs)  # type: ignore[misc]
+        for name in self.layer_names:  # type: ignore[attr-defined]
+            builds[name] = Build(self, common, dict(kwargs))
+        places = shifted(self, common, steps) if _by_slots(self) else None
+        whole = places is None or not any(places.lost[self.segment - 1])
+        # A graph is captured of steps with one token a request only; what it reads are each segment's own buffers.
+        shares = whole and common.max_query_len > 1 and not args and not kwargs
+        if shares and (found := _made_by_its_like(self, common)) is not None:
+            return found
+        made = super().build(  # type: ignore[misc]
+            common_prefix_len if places is None else 0,
+            common if places is None else places.common_of(self.segment),
+            *args,
+            **kwargs,
+        )
+        if shares:
+            _made.append((self, common, made))
+        return made
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -57,6 +69,36 @@ class SegmentBuilder:
         """The metadata for kept rows, whose requests end at `ends` (from 0 on)."""
         common = packed(self, build.common, steps, segment, ends)
         return super().build(0, common, **build.kwargs)  # type: ignore[misc]
+
+
+_made: list[tuple[Any, Any, Any]] = []  # builder, `common`, metadata; of segments that lack nothing, of one `common`
+
+
+def _made_by_its_like(builder: Any, common: Any) -> Any:
+    """The metadata that another segment's builder made of the same `common`, if this one would make the same."""
+    if _made and _made[0][1] is not common:
+        _made.clear()
+    return next((made for other, _, made in _made if _alike(builder, other)), None)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two builders are of one class of vLLM's, and nothing that they know of their layers differs."""
+    own, others = vars(one), vars(other)
+    if type(one).__bases__ != type(other).__bases__:
+        return False
+    for name in own.keys() | others.keys():
+        a, b = own.get(name, _absent), others.get(name, _absent)
+        if a is b or name in _NOT_COMPARED:
+            continue
+        if isinstance(a, Tensor) and isinstance(b, Tensor):  # scratch
+            if a.shape != b.shape or a.dtype != b.dtype:
+                return False
+        elif type(a) is not type(b) or (a == b) is not True:
+            return False
+    return True
+
+
+_absent, _NOT_COMPARED = object(), frozenset({"layer_names", "_uniprefill_shifted"})
 
 
 def _by_slots(builder: Any) -> bool:
@@ -89,17 +131,17 @@ class Shifted:
         self.common: Any = None
         self.lost: list[list[int]] = []
         self.less = self.seq_lens[:, :0]
+        self.changes: list[dict[str, Any]] = []
 
-    def common_of(self, segment: int, common: Any, steps: Steps) -> Any:
+    def common_of(self, segment: int) -> Any:
         """`common` for a segment: sequences as long as its caches are, and slots to match."""
-        if self.common is not common:
-            self._compute(common, steps)
-            self.common = common
-        requests, tokens = common.num_reqs, len(common.slot_mapping)
+        requests, tokens = self.common.num_reqs, len(self.common.slot_mapping)
         changes = {"seq_lens": self.seq_lens[segment - 1, :requests], "slot_mapping": self.slots[segment - 1, :tokens]}
-        return common.replace(**_changes(common, self.lost[segment - 1], **changes))
+        return self.common.replace(**changes, **(self.changes[segment - 1] if self.changes else {}))
 
-    def _compute(self, common: Any, steps: Steps) -> None:
+    def compute(self, common: Any, steps: Steps) -> None:
+        """Take up the next step."""
+        self.common, self.changes = common, []
         segments, requests, slots = len(self.seq_lens), common.num_reqs, common.slot_mapping
         lost = [_lost(steps, common, segment) for segment in range(1, segments + 1)]
         if lost != self.lost:
@@ -113,13 +155,14 @@ class Shifted:
             starts = common.query_start_loc[: requests + 1]
             one = common.max_query_len == 1  # then the first `rows` requests have a token each
             self.slots[:, :rows] = slots_of(common, self.block_size, starts, seq_lens, rows, one)
+            self.changes = _changes(common, lost)
 
 
 _latest: list[Shifted] = []
 
 
-def shifted(builder: Any, common: Any, steps: Steps) -> Any:
-    """`common` for the segment of a builder, in a step that drops nothing.
+def shifted(builder: Any, common: Any, steps: Steps) -> Shifted:
+    """Lengths and slots for the segment of a builder, in a step that drops nothing.
 
     A runner hands one `common` to the builders of a group of caches in turn, in the same order at each step: the first
     of them computes for all, in buffers of its own.
@@ -129,7 +172,8 @@ def shifted(builder: Any, common: Any, steps: Steps) -> Any:
         if "_uniprefill_shifted" not in held:
             held["_uniprefill_shifted"] = Shifted(builder, common, steps.drops)
         _latest[:] = [held["_uniprefill_shifted"]]
-    return _latest[0].common_of(builder.segment, common, steps)
+        _latest[0].compute(common, steps)
+    return _latest[0]
 
 
 def packed(builder: Any, common: Any, steps: Steps, segment: int, ends: Sequence[int]) -> Any:
@@ -146,30 +190,29 @@ def packed(builder: Any, common: Any, steps: Steps, segment: int, ends: Sequence
     if _by_slots(builder):
         slots = slots_of(common, builder.kv_cache_spec.block_size, starts, seq_lens, ends[-1]).to(slots.dtype)
     return common.replace(
-        **_changes(
-            common,
-            lost,
-            query_start_loc=starts,
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=seq_lens,
-            slot_mapping=slots,
-            num_actual_tokens=ends[-1],
-            max_query_len=max(b - a for a, b in zip([0, *ends], ends, strict=False)),
-        )
+        **_changes(common, [lost])[0],
+        query_start_loc=starts,
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=seq_lens,
+        slot_mapping=slots,
+        num_actual_tokens=ends[-1],
+        max_query_len=max(b - a for a, b in zip([0, *ends], ends, strict=False)),
     )
 
 
-def _changes(common: Any, lost: Sequence[int], **changes: Any) -> dict[str, Any]:
-    """Further fields that follow from shorter sequences; fields differ between versions of vLLM."""
+def _changes(common: Any, lost: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """By segment, further fields that follow from shorter sequences; fields differ between versions of vLLM."""
     known = {f.name for f in fields(common)}
-    changes |= {name: None for name in LOST_FIELDS if name in known}
+    changes: list[dict[str, Any]] = [{name: None for name in LOST_FIELDS if name in known} for _ in lost]
     for name in ("_seq_lens_cpu", "seq_lens_cpu_upper_bound"):
         held = getattr(common, name, None) if name in known else None
         if held is not None:
-            changes[name] = held - torch.tensor(lost, dtype=held.dtype)
-    bound = changes.get("seq_lens_cpu_upper_bound")
-    if any(lost) and bound is not None:
-        changes["max_seq_len"] = max(1, int(bound.max()))
+            shorter = held - torch.tensor(lost, dtype=held.dtype)
+            longest = shorter.amax(1).tolist()
+            for i, own in enumerate(changes):
+                own[name] = shorter[i]
+                if name == "seq_lens_cpu_upper_bound" and any(lost[i]):
+                    own["max_seq_len"] = max(1, longest[i])
     return changes
 
 

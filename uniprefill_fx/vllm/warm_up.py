@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.config import AUTO_BLOCKS, PrefillConfig
 from uniprefill_fx.vllm.options import ServingError
 from uniprefill_fx.vllm.steps import Steps
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(worker: Any, steps: Steps) -> None:
-    """Run a short and a long prompt that drop tokens, each alone, through a worker that has its caches.
+    """Run prompts that drop tokens, each alone, through a worker that has its caches.
 
     Raises:
         ServingError: the memory of the card is too small for the long one.
@@ -41,7 +41,7 @@ def lengths(worker: Any, config: PrefillConfig) -> list[int]:
     """How long the prompts are: the shortest of which tokens go, and the longest that a step holds.
 
     They differ where a tensor has more than 2**31 elements, and in what Triton knows about numbers: the short one is a
-    multiple of 16, the long one is not.
+    multiple of 16, the long one is not. Between them, one for each further size of blocks that lengths choose.
     """
     held, scheduler = worker.model_runner.kv_cache_config, worker.vllm_config.scheduler_config
     longest = min(worker.vllm_config.model_config.max_model_len - 1, scheduler.max_num_batched_tokens)
@@ -54,7 +54,8 @@ def lengths(worker: Any, config: PrefillConfig) -> list[int]:
     if longest < shortest:
         log.info("uniprefill: no warm-up: prompts of this engine have up to %d tokens, too few to drop any", longest)
         return []
-    return [shortest, longest] if longest > shortest else [shortest]
+    sizes = [] if isinstance(config.block_size, int) else [tokens for tokens, _ in AUTO_BLOCKS]
+    return [shortest, *(tokens for tokens in sizes if shortest < tokens < longest), *[longest] * (longest > shortest)]
 
 
 def _blocks(held: Any, tokens: int) -> list[list[int]]:
