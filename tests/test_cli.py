@@ -338,9 +338,14 @@ def test_a_step_that_takes_long_says_so(capsys: pytest.CaptureFixture[str], monk
     assert not capsys.readouterr().out and logging.getLogger("uniprefill_fx").level == level
 
 
+def heed_interrupts() -> None:
+    """A shell starts what it puts into the background deaf to them, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_is_one_line(model: str) -> None:
     command = [sys.executable, "-m", "uniprefill_fx", "explain", "--model", model, "--tokens", "100000"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed_interrupts)
     assert process.stderr is not None
     lines = []
     for line in process.stderr:
