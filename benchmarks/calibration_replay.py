@@ -29,7 +29,8 @@ def settings_of(found: list[dict[str, Any]], tokens: int) -> Settings:
     for record in found:
         if (record["part"], record["tokens"]) == ("text", tokens):
             by_setting[record["setting"]][record["kind"], record["prompt"]] = record
-    return by_setting
+    most = max(map(len, by_setting.values()))  # settings that ran out of time have fewer prompts
+    return {setting: prompts for setting, prompts in by_setting.items() if len(prompts) == most}
 
 
 def replay(

@@ -1,6 +1,6 @@
 """Draw KL against compute, and against time to the first token, from the JSON of `real_model.py` (needs matplotlib).
 
-python benchmarks/real_model_plot.py benchmarks/results/real_model_gemma270m.json --out docs/real_model.png
+python benchmarks/real_model_plot.py benchmarks/results/real_model_gemma270m.json --out docs/real_model.png --axes time
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ONE_P, TWO_P, PRESET = "#888888", "#1f6fb4", "#c0392b"
 
 @dataclass(frozen=True)
 class Point:
-    """A setting at one length: mean compute, milliseconds to the first token (None: not timed), and KL over prompts."""
+    """A setting at one length: mean compute, median milliseconds to the first token (None: not timed), and KL over
+    prompts."""
 
     setting: str
     compute: float
@@ -32,12 +33,14 @@ class Point:
 
 
 def points(reports: Sequence[dict[str, Any]], tokens: int) -> list[Point]:
-    """By rising compute, without p = 1."""
+    """By rising compute, without p = 1, and without settings that time ran out for on some prompts."""
     found, times = [], times_of(reports).get(tokens, {})
-    for cell, own in by_cell(records(reports)).items():
-        if cell == Cell("text", tokens, cell.setting) and cell.setting != "p=1":
+    cells = by_cell(records(reports))
+    most = max(len(own) for cell, own in cells.items() if (cell.part, cell.tokens) == ("text", tokens))
+    for cell, own in cells.items():
+        if cell == Cell("text", tokens, cell.setting) and cell.setting != "p=1" and len(own) == most:
             kl = [record["kl_all"] for record in own]
-            ms = mean(times[cell.setting]) if cell.setting in times else None
+            ms = statistics.median(times[cell.setting]) if cell.setting in times else None
             compute = mean([record["compute"] for record in own])
             found.append(Point(cell.setting, compute, ms, statistics.median(kl), max(kl)))
     return sorted(found, key=lambda point: point.compute)
@@ -56,19 +59,22 @@ def draw(reports: Sequence[dict[str, Any]], out: Path, axes: Sequence[str]) -> N
     from matplotlib import pyplot
 
     lengths = sorted({record["tokens"] for record in records(reports) if record["part"] == "text"})
-    size = (3.5 * len(lengths), 3.1 * len(axes))
+    size = (3 * len(lengths), 3.1 * len(axes))
     figure, panels = pyplot.subplots(
-        len(axes), len(lengths), figsize=size, layout="constrained", squeeze=False, sharey=True
+        len(axes), len(lengths), figsize=size, layout="constrained", squeeze=False, sharex="row", sharey=True
     )
     for column, tokens in enumerate(lengths):
         for kind, panel in zip(axes, panels[:, column], strict=True):
             _fill(panel, kind, points(reports, tokens))
             if kind == "time" and tokens in times_of(reports):
-                dense = mean(times_of(reports)[tokens]["dense"])
+                dense = statistics.median(times_of(reports)[tokens]["dense"])
                 panel.axvline(dense, color="black", linewidth=1)
-                beside = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "fontsize": 7}
-                panel.annotate("dense", (dense, 1), **beside)
+                beside = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+                panel.annotate("dense", (dense, 0), xycoords=("data", "axes fraction"), **beside)
         panels[0, column].set_title(f"{tokens:,} tokens", fontsize=9)
+    for kind, row in zip(axes, panels, strict=True):
+        if kind == "time":
+            row[0].set_xlim(left=0, right=1.1 * row[0].get_xlim()[1])
     for panel in panels[:, 0]:
         panel.set_ylabel("KL from dense, 64 positions", fontsize=8)
     for color, label, marker in ((ONE_P, "one p", "s"), (TWO_P, "strict, then loose", "o"), (PRESET, "presets", "D")):

@@ -1,13 +1,13 @@
-"""The tables of `real_model.py`: by length and setting, means over prompts with 95% intervals."""
+"""The tables of `real_model.py`: by length and setting, means over prompts with 95% intervals; of times, medians."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from real_model_tools import bootstrap, paired_ratio
@@ -95,15 +95,15 @@ def _settings(cells: dict[Cell, Records], times: Times, host: Times) -> str:
                 kept = [mean([r["kept"][i] for r in own]) for i in range(len(own[0]["kept"]))]
                 row += [str(bootstrap([r[kind] for r in own])) for kind in ("kl", "kl_all")]
                 each = [r["kl_all"] for r in own]
-                row += [f"{statistics.median(each):.2g}", f"{max(each):.2g}"]
+                row += [f"{median(each):.2g}", f"{max(each):.2g}"]
                 row += [f"{mean([r['top1'] for r in own]):.2f}", f"{bootstrap([r['top1_all'] for r in own]):.3f}"]
                 row += [", ".join(f"{share:.2f}" for share in kept), f"{mean([r['compute'] for r in own]):.2f}"]
             else:
                 row += [""] * 8
             ms = timed.get(name)
-            row += [f"{mean(ms):.1f}", f"{mean(host[tokens][name]):.1f}"] if ms else ["", ""]
+            row += [f"{median(ms):.1f}", f"{median(host[tokens][name]):.1f}"] if ms else ["", ""]
             for base in ("dense", "stock"):
-                row += [f"{mean(ms) / mean(timed[base]):.2f}" if ms and base in timed else ""]
+                row += [f"{median(ms) / median(timed[base]):.2f}" if ms and base in timed else ""]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) if len(lines) > 2 else ""
 

@@ -49,7 +49,7 @@ def main() -> None:
     masked = MaskedForward(model, auto_drop_layers(full, len(kinds)))
     chosen = [v for v in (*VARIANTS[1:], *map(Variant, RIVALS)) if not args.only or v.label in args.only]
     began, counts = time.perf_counter(), defaultdict[tuple[str, str], list[float]](lambda: [0, 0, 0, 0.0])
-    for seed in range(args.prompts):
+    for seed in range(args.first, args.first + args.prompts):
         for task in args.tasks:
             prompt, answer = exam(task, args.length, seed)
             right = torch.tensor(answer)
@@ -82,12 +82,13 @@ def main() -> None:
             "model": args.model.name,
             "drop_layers": masked.drop_layers,
             "length": args.length,
+            "first_prompt": args.first,
             "seconds": round(time.perf_counter() - began),
             "columns": ["task", "setting", "prompts", "right", "lost", "compute"],
             "rows": [[*key, n, right, lost, round(c / n, 4)] for key, (n, right, lost, c) in counts.items()],
         }
         args.out.write_text(json.dumps(report, indent=None, separators=(",", ":")) + "\n")
-        print(f"[{report['seconds']} s] {seed + 1} prompts of each task", file=sys.stderr, flush=True)
+        print(f"[{report['seconds']} s] {seed + 1 - args.first} prompts of each task", file=sys.stderr, flush=True)
     print("| task | setting | n | right | lost | compute |\n|---|---|---|---|---|---|")
     for (task, setting), (n, found, lost, compute) in counts.items():
         print(f"| {task} | {setting} | {n} | {found:.0f} | {lost:.0f} | {compute / n:.2f} |")
@@ -104,6 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=["niah_multikey_2", "niah_multikey_3"])
     parser.add_argument("--length", type=int, default=4096, help="characters (%(default)s)")
     parser.add_argument("--prompts", type=int, default=50, help="of each task (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first prompt, to go on where a run ended")
     parser.add_argument("--p", type=pair, nargs="+", default=[(0.9, 0.9)], help="p, or p..p: first to last drop")
     parser.add_argument("--only", nargs="+", help="labels of variants")
     return parser.parse_args()

@@ -70,8 +70,9 @@ def library() -> Any:
     import torch_tensorrt
 
     os.path.isfile = is_file
-    compiler = torch_tensorrt.dynamo._compiler
-    compiler.to_torch_device = lambda _: torch.device("cpu")
+    compiler, lowering = torch_tensorrt.dynamo._compiler, torch_tensorrt.dynamo.lowering
+    for module in (compiler, lowering._decompositions):
+        module.to_torch_device = lambda _: torch.device("cpu")
     decompositions = compiler.get_decompositions
     attention = torch.ops.aten.scaled_dot_product_attention.default
     compiler.get_decompositions = lambda *args: {k: v for k, v in decompositions(*args).items() if k is not attention}

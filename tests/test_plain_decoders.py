@@ -242,3 +242,43 @@ def test_only_the_layer_behind_such_a_step_stays_dense() -> None:
     want = reference(build(GatedAtFirst), ids, spec)
     assert_dropped_as(call, want, spec.drop_layers)
     assert_near(got, want.logits)
+
+
+class KeyBias(Gpt):
+    """Logits that grow with a number of each key, which all heads share: (batch, 1, 1, keys)."""
+
+    class layer(GptLayer):
+        def attend(self, x: Tensor) -> Tensor:
+            n = x.shape[1]
+            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=-1))
+            hidden = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+            scores = q @ k.mT * 8**-0.5 + x[..., 0][:, None, None]
+            y = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+            return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_a_bias_that_heads_share_is_not_taken_for_one_of_each_head(prompts: int) -> None:
+    """Not even where there are as many prompts as heads."""
+    model, ids = build(KeyBias), ids_for("keybias", 300)
+    model.compile(backend="uniprefill", dynamic=True, options=options_of(SPEC))
+    dense_because(model, torch.cat([ids.roll(i, 1) for i in range(prompts)]), "attention-not-understood")
+
+
+class Scratch(Gpt):
+    """One buffer for the whole model, which each layer writes."""
+
+    def forward(self, ids: Tensor, last: bool = False) -> Tensor:
+        x = self.embed(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
+        scratch = torch.empty_like(x)
+        for layer in self.layers:
+            scratch.copy_(layer.ln_1(x))
+            x = x + layer.attend(scratch)
+            x = x + layer.mlp(layer.ln_2(x))
+        return self.head(x)
+
+
+def test_a_buffer_that_is_made_before_the_drop_is_a_reason_and_no_failure() -> None:
+    model = build(Scratch)
+    model.compile(backend="uniprefill", dynamic=True, options=options_of(SPEC))
+    dense_because(model, ids_for("scratch", 300), "mutation-across-cut")

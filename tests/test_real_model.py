@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
+import statistics
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -245,36 +247,122 @@ def test_a_whole_run(
     assert "| 700 | p=0.9..0.6 | 2 |" in capsys.readouterr().out
 
 
-def test_the_page_says_what_was_measured() -> None:
-    """Each row of the table of presets is that of the records, and each preset's p is the package's."""
-    records = []
-    for run in json.loads((ROOT / "benchmarks" / "results" / "real_model_gemma270m.json").read_text()):
-        records += [dict(zip(run["columns"], row, strict=True)) for row in run["records"] if row[0] == "text"]
-    page = (ROOT / "docs" / "choosing-p.md").read_text()
-    table = page[page.index("| preset | p |") : page.index("![KL from dense")]
-    named, setting, found = {}, "", 0
-    for line in table.splitlines()[2:]:
+PAGE_COLUMNS = "| setting | p | tokens | prompts | compute |"
+
+
+def settings_of(page: str) -> dict[tuple[str, int], list[str]]:
+    """By setting and length, the cells behind the length; what a page says of a preset's p is the package's."""
+    found: dict[tuple[str, int], list[str]] = {}
+    setting = ""
+    for line in page[page.index(PAGE_COLUMNS) :].split("\n\n")[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) < 9:
-            continue
         if cells[0]:
             first, _, last = cells[1].partition(" to ")
-            setting = f"p=0{first}" + (f"..0{last}" if last else "")
-            named[cells[0].split('"')[1] if '"' in cells[0] else cells[0]] = (float(first), float(last or first))
-        tokens = int(cells[2].replace(",", ""))
-        own = [record for record in records if record["setting"] == setting and record["tokens"] == tokens]
-        kls = sorted(record["kl_all"] for record in own)
-        assert [float(cell.strip("%")) for cell in cells[3:]] == pytest.approx(
-            [
-                len(own),
-                round(sum(record["compute"] for record in own) / len(own), 2),
-                sum(record["kl"] for record in own) / len(own),
-                (kls[(len(kls) - 1) // 2] + kls[len(kls) // 2]) / 2,
-                kls[-1],
-                100 * sum(record["top1_all"] for record in own) / len(own),
-            ],
-            rel=0.06,
-        )
-        found += 1
-    assert found == 20
-    assert {name: named[name] for name in PRESETS} == {n: (preset.early, preset.late) for n, preset in PRESETS.items()}
+            name = cells[0].split('"')[1] if '"' in cells[0] else cells[0]
+            one = f"p={float(first):g}"
+            setting = name if name in PRESETS else one + (f"..{float(last):g}" if last else "")
+            if name in PRESETS:
+                assert (float(first), float(last)) == (PRESETS[name].early, PRESETS[name].late)
+        found[setting, int(cells[2].replace(",", ""))] = cells[3:]
+    return found
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d[\d,]*\.?\d*(?:e-\d+)?|\.\d+", cell.replace(",", ""))]
+
+
+def real_records(name: str) -> list[dict[str, Any]]:
+    (run,) = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return [dict(zip(run["columns"], row, strict=True)) | {"run": run} for row in run["records"]]
+
+
+def expected(own: list[dict[str, Any]]) -> list[float]:
+    """Prompts, compute, KL of the next token and of 64 positions with intervals, its median and worst, agreement."""
+
+    def interval(key: str) -> list[float]:
+        values = torch.tensor([record[key] for record in own], dtype=torch.float64)
+        drawn = values[torch.randint(len(values), (4000, len(values)), generator=torch.Generator().manual_seed(7))]
+        return [float(values.mean()), *drawn.mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()]
+
+    kls = sorted(record["kl_all"] for record in own)
+    middle = [kls[(len(kls) - 1) // 2], kls[len(kls) // 2]]
+    compute, agreed = (statistics.fmean(record[key] for record in own) for key in ("compute", "top1_all"))
+    return [len(own), compute, *interval("kl"), *interval("kl_all"), sum(middle) / 2, kls[-1], 100 * agreed]
+
+
+@pytest.mark.parametrize(("page", "rows"), [("choosing-p.md", 24), ("benchmarks.md", 21)])
+def test_the_pages_say_what_was_measured(page: str, rows: int) -> None:
+    """Each row is that of the records."""
+    records = real_records("real_model_gemma270m")
+    found = settings_of((ROOT / "docs" / page).read_text())
+    for (setting, tokens), cells in found.items():
+        own = [record for record in records if (record["setting"], record["tokens"]) == (setting, tokens)]
+        shown = [number for cell in cells[:-1] for number in numbers(cell)]
+        assert shown == pytest.approx(expected(own), rel=0.15, abs=0.006), (setting, tokens)
+        exact = [i for i in range(len(shown)) if i not in (3, 4, 6, 7)]  # intervals are drawn
+        assert [shown[i] for i in exact] == pytest.approx([expected(own)[i] for i in exact], rel=0.06)
+        times = records[0]["run"]["times"][str(tokens)].get(setting)
+        assert numbers(cells[-1]) == ([round(statistics.median(times["ms"]), 1)] if times else [])
+    assert len(found) == rows
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    """Its table is over the prompts of all lengths."""
+    records = real_records("real_model_gemma270m")
+    times = records[0]["run"]["times"]
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("| preset | compute left") :].split("\n\n")[0].splitlines()[2:]
+    for name, line in zip(PRESETS, table, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        own = [record for record in records if (record["part"], record["setting"]) == ("text", name)]
+        by_length = [
+            statistics.fmean(record["compute"] for record in own if record["tokens"] == tokens)
+            for tokens in {record["tokens"] for record in own}
+        ]
+        n, _, *_, mean, low, high, _, worst, agreed = expected(own)
+        assert n == 84 and f'"{name}"' in cells[0]
+        assert numbers(cells[1]) == [round(min(by_length), 2), round(max(by_length), 2)]
+        assert numbers(cells[2]) == pytest.approx([mean, low, high], rel=0.1)
+        assert numbers(cells[3]) == pytest.approx([worst], rel=0.06) and numbers(cells[4]) == [round(agreed, 1)]
+        shown = [number for cell in cells[5:] for number in numbers(cell)]
+        assert shown == [round(statistics.median(times[tokens][name]["ms"]), 1) for tokens in ("4096", "32768")]
+
+
+def test_the_page_says_which_needles_were_found() -> None:
+    """Right answers and lost ones by task, setting and length."""
+    records = real_records("real_model_gemma270m_needles")
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = page[page.index("| task | setting | 4,096 tokens") :].split("\n\n")[0].splitlines()[2:]
+    names = ["dense", "quality", "balanced", "fast", "p=0.99", "p=0.9"]
+    names += [f"{name} like balanced" for name in ("sum", "recent", "random blocks")]
+    wanted = [(task, name) for task in ("passkey", "multikey") for name in names]
+    for (task, name), line in zip(wanted, table, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        all_lost = all_dense = 0
+        for tokens, cell in zip((4096, 8192, 16_384, 32_768), cells[2:6], strict=True):
+            own = [r for r in records if (r["part"], r["tokens"]) == (task, tokens)]
+            dense = {r["prompt"] for r in own if r["setting"] == "dense" and r["right"]}
+            right = {r["prompt"] for r in own if r["setting"] == name and r["right"]}
+            asked = {r["prompt"] for r in own}
+            shown = [len(right), len(asked) if name == "dense" else len(dense - right)]
+            assert numbers(cell.replace(",", " ")) == (shown if own else [])
+            all_lost, all_dense = all_lost + len(dense - right), all_dense + len(dense)
+        assert name == "dense" or numbers(cells[6]) == [all_lost, all_dense]
+
+
+def test_the_page_says_what_calibrate_found() -> None:
+    """What it promised, and what its choice cost on the kinds of text that it did not see."""
+    records = real_records("real_model_gemma270m_needles")
+    page = (ROOT / "docs" / "choosing-p.md").read_text()
+    table = page[page.index("| calibrated on | p |") :].split("\n\n")[0].splitlines()[2:]
+    for found, line in zip(records[0]["run"]["calibrations"], table, strict=True):
+        kind, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        own = [record for record in records if record["part"] == f"calibrated on {kind}"]
+        kl, kl_all, compute = (statistics.fmean(r[key] for r in own) for key in ("kl", "kl_all", "compute"))
+        assert kind == found["kind"] and kind not in {record["kind"] for record in own}
+        assert [float(p) for p in cells[0].split(", ")] == found["p"]
+        promised, held_out, own_compute, n, first, every, others_compute = cells[1:]
+        assert [float(kl) for kl in promised.split(", ")] == pytest.approx([found["kl"], found["bound"]], rel=0.06)
+        assert float(held_out) == pytest.approx(found["held_out_kl"], rel=0.06) and int(n) == len(own) == 14
+        assert [float(own_compute), float(others_compute)] == [round(found["compute"], 2), round(compute, 2)]
+        assert [float(first.split()[0]), float(every.split()[0])] == pytest.approx([kl, kl_all], rel=0.06)

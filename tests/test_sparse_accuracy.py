@@ -121,3 +121,28 @@ def test_figures_are_those_of_the_reference(tmp_path: Path) -> None:
     assert row["inside_kls"] == pytest.approx([float(kl[TOKENS // 2 : -256].mean())], rel=1e-2)
     assert row["last_kls"] == pytest.approx([float(kl[-64:].mean())], rel=1e-2, abs=1e-6)
     suite.main(["--table", str(out)])
+
+
+def test_the_page_says_what_was_measured() -> None:
+    """Density, and what alpha costs, of each row of both tables of real weights."""
+    (run,) = json.loads((ROOT / "benchmarks" / "results" / "sparse_accuracy_gemma270m.json").read_text())
+    rows = {(row["drops"], row["setting"], row["tokens"]): row for row in run["rows"]}
+    page = (ROOT / "docs" / "block-sparse.md").read_text()
+    page = page[page.index("**On real weights") :]
+    tables = [(False, ["inside_kls", "inside_top1s", "last_kls"]), (True, ["last_kls", "last_top1s"])]
+    for drops, keys in tables:
+        lines = page[page.index("| alpha | 4,096 tokens") :].split("\n\n")[0].splitlines()
+        page = page[page.index(lines[-1]) + len(lines[-1]) :]
+        for line in lines[2:]:
+            name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+            setting = name if name == "dense attention" else f"alpha {name}"
+            setting = setting.replace("FP8", "fp8").replace("not corrected", "no correction")
+            for tokens in (4096, 16_384):
+                row = rows.pop((drops, setting, tokens))
+                density, *values = cells[: 1 + len(keys)]
+                cells = cells[1 + len(keys) :]
+                assert float(density) == round(row["density_sum"] / row["n"], 2)
+                for key, value in zip(keys, values, strict=True):
+                    assert float(value.split()[0]) == pytest.approx(sum(row[key]) / row["n"], rel=0.06, abs=6e-6)
+            assert not cells
+    assert {setting for _, setting, _ in rows} == {"all blocks"}

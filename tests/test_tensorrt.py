@@ -21,10 +21,11 @@ import uniprefill_fx
 from uniprefill_fx.config import OptionError, PrefillConfig
 from uniprefill_fx.lowering.engines import EnginePiece
 from uniprefill_fx.lowering.inner import checked_inner_backend, tensorrt_of
-from uniprefill_fx.lowering.tensorrt import EngineError, tensorrt
+from uniprefill_fx.lowering.tensorrt import NAMES, EngineError, tensorrt
 from uniprefill_fx.passes.node_utils import expression
 from uniprefill_fx.specs import AttentionSpec
 from uniprefill_fx.torch_internals import is_static_input
+from uniprefill_fx.vllm.options import engine_args
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -208,6 +209,15 @@ def test_weights_that_change_make_a_new_program(stand_in: StandIn) -> None:
     assert len(stand_in.given) == 2 and len(subject.piece.parts[0].variants) == 1
 
 
+def test_weights_that_get_other_memory_make_a_new_program(stand_in: StandIn) -> None:
+    """`weight.data = other` leaves the parameter and its count of writes as they were."""
+    subject = Subject()
+    for count in (1, 2, 3):
+        subject.check(40)
+        assert len(stand_in.given) == count and len(subject.piece.parts[0].variants) == 1
+        subject.layer.out.weight.data = subject.layer.out.weight.data * -2
+
+
 def test_rows_beyond_the_bounds_run_without_engines(stand_in: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     subject = Subject(options={"max_tokens": 64})
     subject.check(65)
@@ -217,6 +227,19 @@ def test_rows_beyond_the_bounds_run_without_engines(stand_in: StandIn, caplog: p
     assert not stand_in.given
     subject.check(64)
     assert len(stand_in.given) == 1
+
+
+class Sort(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort().values
+
+
+def test_a_sort_says_its_dimension(stand_in: StandIn) -> None:
+    x = torch.randn(3, 5)
+    run = tensorrt("tensorrt", None).build("part", torch.export.export(Sort(), (x,)), [((3, 5),) * 3], [x])
+    ((exported, _, _),) = stand_in.given
+    (node,) = exported.graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default)
+    assert node.args[1] == 1 and torch.equal(run(x), x.sort().values)
 
 
 def test_a_build_that_fails_raises(stand_in: StandIn) -> None:
@@ -276,6 +299,12 @@ def test_options_are_checked(stand_in: StandIn, options: dict[str, Any], message
     with pytest.raises(OptionError, match=message):
         uniprefill_fx.compile(nn.Linear(1, 1), inner_backend="torch_tensorrt", inner_options=options)
     assert tensorrt_of(PrefillConfig(inner_backend="torch_tensorrt")) is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_has_no_engines(name: str) -> None:
+    with pytest.raises(OptionError, match="in vLLM, any but torch-tensorrt"):
+        engine_args(inner_backend=name)
 
 
 def test_a_library_that_is_not_there_is_named_with_the_version_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

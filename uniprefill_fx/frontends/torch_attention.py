@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -83,6 +83,7 @@ def _attention(
 ) -> AttentionNode:
     if mask.bias is not None:
         terms["bias"] = mask.bias
+    _check_heads(q, k, terms)
     spec = AttentionSpec(
         window=mask.window,
         chunk=mask.chunk,
@@ -105,6 +106,27 @@ def _attention(
         causal_buffers=mask.causal_buffers,
         interior=interior,
     )
+
+
+def _check_heads(q: fx.Node, k: fx.Node, terms: Mapping[str, Any]) -> None:
+    """Check that a bias has a row for each head: it is not broadcast later.
+
+    Raises:
+        RefusalError: heads share it, or an axis of heads is not found in it.
+    """
+    q_shape, k_shape = shape(q), shape(k)
+    assert q_shape is not None and k_shape is not None
+    count, keys = q_shape[1], k_shape[2]
+    bias = shape(term) if isinstance(term := terms.get("bias"), fx.Node) else None
+    if bias is not None:
+        # Of three axes the first one may hold the heads of several prompts, one prompt behind the other.
+        by_head = len(bias) in (3, 4) and (bias[-3] == count or (len(bias) == 3 and (bias[0] / count).is_integer))
+        if not by_head or bias[-1] == 1 != keys:
+            raise refuse(
+                Category.ATTENTION,
+                f"a bias of the attention logits of shape {tuple(bias)}, which is not one number a head and key",
+                "such a layer stays dense; expand it to (batch, heads, 1, keys)",
+            )
 
 
 def _bind(node: fx.Node) -> dict[str, Any]:

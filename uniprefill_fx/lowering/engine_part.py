@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from uniprefill_fx.lowering.pieces import LazyPiece, Variant, dynamic_sizes
 from uniprefill_fx.lowering.tensorrt import TensorRT
@@ -120,19 +121,34 @@ class _Fits:
 
 
 class _Weights:
-    """Whether arguments hold the very weights that a program was made with, unchanged since then."""
+    """Whether arguments hold the very weights that a program was made with, unchanged since then.
+
+    Writes that autograd does not count (through `.data`, or into tensors made in inference mode) are not noticed.
+    """
 
     def __init__(self, weights: dict[int, Tensor]) -> None:
         # Not held: the program shares their memory, and a weight that is gone elsewhere will not be asked for again.
-        self.held = [(i, weakref.ref(w), _version(w)) for i, w in weights.items()]
+        self.held = [(i, weakref.ref(w), _State(w)) for i, w in weights.items()]
 
     def __call__(self, args: Sequence[Any]) -> bool:
-        return all(ref() is args[i] and _version(args[i]) == version for i, ref, version in self.held)
+        return all(ref() is args[i] and state.is_of(args[i]) for i, ref, state in self.held)
 
     def gone(self) -> bool:
         """Whether no arguments can hold them again."""
-        now = ((ref(), version) for _, ref, version in self.held)
-        return any(weight is None or _version(weight) != version for weight, version in now)
+        now = ((ref(), state) for _, ref, state in self.held)
+        return any(weight is None or not state.is_of(weight) for weight, state in now)
+
+
+class _State:
+    """Which memory a tensor has (`weight.data = other` gives it another one), and how often it was written to."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The memory may be freed meanwhile, and still no other takes its place in a comparison.
+        self.memory = StorageWeakRef(tensor.untyped_storage())
+        self.version = _version(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self.memory == StorageWeakRef(tensor.untyped_storage()) and self.version == _version(tensor)
 
 
 def _as_constants(gm: fx.GraphModule, args: Sequence[Any], static: Sequence[bool]) -> _Weights:

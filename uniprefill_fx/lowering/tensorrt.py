@@ -83,6 +83,7 @@ class TensorRT:
             else of_input(min_shape=least, opt_shape=best, max_shape=largest, dtype=x.dtype)
             for (least, best, largest), x in zip(shapes, like, strict=True)
         ]
+        _say_dimensions(exported)
         settings = dict(self.settings)
         if "device" not in settings and like and like[0].is_cuda:
             settings["device"] = like[0].device
@@ -117,6 +118,14 @@ def tensorrt(name: str, options: Mapping[str, Any] | None) -> TensorRT:
             hint = NOT_OPTIONS.get(key) or did_you_mean(key, names, "Remove it.")
             raise OptionError(f"inner_options[{key!r}]", given[key], "the names " + ", ".join(names), hint)
     return TensorRT(library, tokens, given)
+
+
+def _say_dimensions(exported: ExportedProgram) -> None:
+    """Write the dimension of each sort into a program: torch leaves a default out, and the library (2.11) reads it."""
+    for node in exported.graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default):
+        if len(node.args) == 1:
+            node.args = (node.args[0], node.args[0].meta["val"].ndim - 1)
+    exported.graph_module.recompile()
 
 
 def _token_range(given: Mapping[str, Any]) -> TokenRange:

@@ -74,9 +74,13 @@ def exchanged(group: Any, word: str) -> list[str]:
     store.set(_key(number, own), word)
     for rank, name in enumerate(ranks):
         _wait(store, _key(number, rank), name, ranks)
-    said = [store.get(_key(number, rank)).decode() for rank in range(len(ranks))]
-    if number:  # all have come here, and so have read what was said before
-        store.delete_key(_key(number - 1, own))
+    keys = [_key(number, rank) for rank in range(len(ranks))]
+    said = [store.get(key).decode() for key in keys]
+    counter = f"uniprefill/{number}/read"
+    if store.add(counter, 1) == len(ranks):
+        # All have read. A group that is made anew over this store counts from 0 again: nothing may be left for it.
+        for key in (*keys, counter):
+            store.delete_key(key)
     return said
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from uniprefill_fx.config import OptionError, PrefillConfig, over_published
+from uniprefill_fx.lowering.tensorrt import NAMES
 
 BACKEND = "uniprefill_fx.vllm.backend"
 GRAPHS = "FULL_DECODE_ONLY"
@@ -55,6 +56,9 @@ def _config(options: Mapping[str, Any]) -> PrefillConfig:
     config = PrefillConfig.from_options(merged)
     if config.attention != "dense":
         raise OptionError("attention", config.attention, "'dense' in vLLM", "Block-sparse attention is not served.")
+    if config.inner_backend in NAMES:
+        hint = "Layers write into vLLM's cache between any two parts, and engines return copies."
+        raise OptionError("inner_backend", config.inner_backend, "in vLLM, any but torch-tensorrt", hint)
     return config
 
 
@@ -93,6 +97,8 @@ def check(vllm_config: Any) -> None:
     windows = _windows(model.hf_text_config)
     graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
     reasons = {
+        "LoRA adapters: which rows are of which adapter is told by the places of all tokens; leave enable_lora "
+        "out": vllm_config.lora_config is not None,
         f"compilation mode {compilation.mode}: only mode 2 hands a model's whole graph to this backend; pass "
         f"compilation_config={{'mode': 2, 'backend': '{BACKEND}'}}": int(compilation.mode or 0) != 2,
         f"compilation backend {compilation.backend!r}; pass {BACKEND!r}": compilation.backend != BACKEND,
@@ -115,8 +121,6 @@ def check(vllm_config: Any) -> None:
         "micro-batches: a step is cut in two before it is known what is dropped; leave enable_dbo out": bool(
             getattr(parallel, "enable_dbo", False)
         ),
-        "LoRA adapters: which rows are of which adapter is told by the places of all tokens; leave enable_lora "
-        "out": vllm_config.lora_config is not None,
         "returned experts: dropped tokens have none; leave enable_return_routed_experts out": _returns_experts(
             vllm_config
         ),

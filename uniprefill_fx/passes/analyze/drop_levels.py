@@ -60,7 +60,7 @@ def drop_levels(
     """
     begins = {attention.output: i + 1 for i, attention in enumerate(drops)}
     attention_of = {attention.node: attention for attention in attention_nodes}
-    late = _written_later(graph, tokens, begins, head_region, attention_of)
+    late = _written_later(graph, tokens, drops, begins, head_region, attention_of)
     found: dict[fx.Node, int] = {}
     interior = interiors(attention_nodes)
     stores = {node for attention in attention_nodes for node in attention.cache_writes}
@@ -106,18 +106,27 @@ def _read_by(node: fx.Node, attention_of: Mapping[fx.Node, AttentionNode]) -> Co
 def _written_later(
     graph: fx.Graph,
     tokens: sympy.Symbol,
+    drops: Sequence[AttentionNode],
     begins: dict[fx.Node, int],
     head_region: frozenset[fx.Node],
     attention_of: Mapping[fx.Node, AttentionNode],
 ) -> dict[fx.Node, int]:
-    """Buffers that are filled at level 0 and first written at a later one: they are made where they are written."""
+    """Buffers that are filled at level 0 and first written at a later one: they are of the level of that write.
+
+    Only buffers that are made behind the drop: before it, nobody knows how many rows there will be.
+    """
+    drop_of = {attention.node: i + 1 for i, attention in enumerate(drops)}
+    passed = 0  # drops
+    made: dict[fx.Node, int] = {}  # how many drops lie before a node in the order of the graph
     rough: dict[fx.Node, int] = {}
     late: dict[fx.Node, int] = {}
     for node in graph.nodes:
+        made[node] = passed = max(passed, drop_of.get(node, 0))
         inputs = [max(rough[n], begins.get(n, 0), late.get(n, 0)) for n in _read_by(node, attention_of)]
         rough[node] = 0 if node in head_region else max(inputs, default=0)
         for buffer in map(_storage_of, written_nodes(node)):
-            if name_of(buffer) in CREATIONS and rough[buffer] < rough[node] and token_dims(buffer, tokens):
+            early = rough[buffer] < rough[node] <= made[buffer]
+            if name_of(buffer) in CREATIONS and early and token_dims(buffer, tokens):
                 late.setdefault(buffer, rough[node])
     return late
 
