@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connector",
     ),
+    "adapters": ({"enable_lora": True}, "LoRA"),
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
     "data": ({"data_parallel_size": 2}, "data parallelism"),
     "expert": ({"enable_expert_parallel": True}, "expert parallelism"),
@@ -38,10 +39,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "warm-up": ({"additional_config": {"uniprefill": {"warm_up": 3}}}, "allowed: True or False"),
     "sparse": ({"additional_config": {"uniprefill": {"attention": "block_sparse"}}}, "is not served"),
 }  # fmt: skip
-# by name: fields of a finished configuration that are set then, as vLLM's CPU build starts with neither of them: with
-# adapters it compiles nothing, and returned experts it refuses itself
+# by name: fields of a finished configuration that are set then, as vLLM's CPU build refuses them itself before
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
-    "adapters": ({"lora_config": {"max_lora_rank": 8}}, "LoRA"),
     "experts": ({"aux_output_config.enable_return_routed_experts": True}, "returned experts"),
     "experts, older vLLM": ({"model_config.enable_return_routed_experts": True}, "returned experts"),
 }
@@ -69,7 +68,7 @@ for name, changes in asked["changes"].items():
     check(config)
     for path, value in changes.items():
         home, _, field = path.rpartition(".")
-        object.__setattr__(operator.attrgetter(home)(config) if home else config, field, value)
+        setattr(operator.attrgetter(home)(config), field, value)
     try:
         check(config)
         found[name] = "started"

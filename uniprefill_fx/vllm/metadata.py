@@ -108,10 +108,11 @@ def _by_slots(builder: Any) -> bool:
     return isinstance(builder.kv_cache_spec, AttentionSpec)
 
 
-def _lost(steps: Steps, common: Any, segment: int) -> list[int]:
+def _lost(steps: Steps, common: Any, segments: Sequence[int]) -> list[list[int]]:
+    """By segment and request of a step, how many tokens the caches lack; of padded requests none."""
     steps.ordered()
     names = steps.step.order if steps.step is not None else []
-    return (steps.lost(names, segment) + [0] * common.num_reqs)[: common.num_reqs]
+    return [(steps.lost(names, segment) + [0] * common.num_reqs)[: common.num_reqs] for segment in segments]
 
 
 class Shifted:
@@ -143,7 +144,7 @@ class Shifted:
         """Take up the next step."""
         self.common, self.changes = common, []
         segments, requests, slots = len(self.seq_lens), common.num_reqs, common.slot_mapping
-        lost = [_lost(steps, common, segment) for segment in range(1, segments + 1)]
+        lost = _lost(steps, common, range(1, segments + 1))
         if lost != self.lost:
             less = torch.tensor(lost, dtype=self.seq_lens.dtype)
             self.lost, self.less = lost, less.to(slots.device, non_blocking=True)
@@ -178,7 +179,7 @@ def shifted(builder: Any, common: Any, steps: Steps) -> Shifted:
 
 def packed(builder: Any, common: Any, steps: Steps, segment: int, ends: Sequence[int]) -> Any:
     """`common` for the kept rows of a step in which tokens were dropped."""
-    lost = _lost(steps, common, segment)
+    (lost,) = _lost(steps, common, [segment])
     device = common.seq_lens.device
     padded = [*ends, *[ends[-1]] * (common.num_reqs - len(ends))]
     starts_cpu = torch.tensor([0, *padded], dtype=common.query_start_loc_cpu.dtype)
