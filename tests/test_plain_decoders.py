@@ -271,6 +271,7 @@ class Scratch(Gpt):
     def forward(self, ids: Tensor, last: bool = False) -> Tensor:
         x = self.embed(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
         scratch = torch.empty_like(x)
+        layer: Any
         for layer in self.layers:
             scratch.copy_(layer.ln_1(x))
             x = x + layer.attend(scratch)
