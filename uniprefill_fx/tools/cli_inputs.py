@@ -143,9 +143,10 @@ def _encoded(text: str, tokenizer: Any, chat: bool) -> list[int]:
 
 def _numbers(text: str, vocabulary: int, args: argparse.Namespace) -> list[int]:
     words = text.split()
-    if not all(word.isdecimal() and int(word) < vocabulary for word in words):
+    wrong = next((word for word in words if not (word.isdecimal() and int(word) < vocabulary)), None)
+    if wrong is not None:
         raise UserError(
             f"--prompt-file {args.prompt_file}: the model has no tokenizer, so the file must hold token ids, numbers "
-            f"from 0 to {vocabulary - 1} with spaces between them"
+            f"from 0 to {vocabulary - 1} with spaces between them, and {wrong[:20]!r} is none"
         )
     return [int(word) for word in words]
