@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ CHECKPOINT = os.path.relpath(Path(__file__).resolve().parent / "needle-gemma3")
 # Inductor needs about three minutes to compile the five graphs of this run on two busy cores. The demo should take one,
 # so its pieces run as plain PyTorch ops, dense and dropped ones alike, unless --inner-backend says otherwise.
 # The prompts are noise, over which attention spreads widely: the default preset keeps nearly all of it.
-DEFAULTS = ["--inner-backend", "eager", "--p", "0.9", "--new-tokens", str(ANSWER_TOKENS)]
+DEFAULTS = ["--inner-backend", "eager", "--new-tokens", str(ANSWER_TOKENS)]
+HOW_MUCH = ["--p", "0.9"]
+SAYS_HOW_MUCH = re.compile(r"--(p|preset)(=|$)|(--option=)?(p|preset|keep_ratio)=")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,13 +40,14 @@ def main(argv: Sequence[str]) -> int:
     known, others = parser.parse_known_args(argv)
     if known.model is not None or "-h" in argv or "--help" in argv:
         return uniprefill(["demo", *argv])
+    defaults = DEFAULTS + ([] if any(map(SAYS_HOW_MUCH.match, others)) else HOW_MUCH)
     prompt = needle_prompt(known.tokens)
     print(f"prompt: 16 facts in noise, the one that is asked for at token {prompt.position}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompt.txt"
         file.write_text(" ".join(map(str, prompt.ids[0].tolist())))
         given = ["--model", CHECKPOINT, "--prompt-file", str(file), "--expect", " ".join(map(str, prompt.answer))]
-        return uniprefill(["demo", *given, *DEFAULTS, *others])
+        return uniprefill(["demo", *given, *defaults, *others])
 
 
 if __name__ == "__main__":

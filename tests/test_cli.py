@@ -187,15 +187,25 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "no folder": (["--model", "./nowhere"], "--model ./nowhere: no such folder"),
     "no gguf": (["--model", "nowhere.gguf"], "--model nowhere.gguf: no such file"),
     "no prompt": (["--model", "{model}", "--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: no such file"),
+    "folder": (["--model", "{model}", "--prompt-file", "{tmp}"], "--prompt-file {tmp}: it is a folder"),
     "option": (["--model", "{model}", "--option", "blocksize=3"], "Did you mean 'block_size'?"),
     "value": (["--model", "{model}", "--p", "2"], "option 'p': got 2; allowed: a number in (0, 1]"),
+    "twice": (
+        ["--model", "{model}", "--p", "0.8", "--option", "p=0.9"],
+        "--option p=0.9: p is given already, as 0.8; give it once",
+    ),
+    "twice an option": (
+        ["--model", "{model}", "--option", "last_n=8", "--option", "last_n=9"],
+        "--option last_n=9: last_n is given already, as 8",
+    ),
     "form": (["--model", "{model}", "--option", "block_size"], "wanted NAME=VALUE"),
     "layer": (["--model", "{model}", "--option", "drop_layers=[9]", "--tokens", "64"], "Layer 9 has none"),
     "no model": (["--model", "{tmp}"], "transformers cannot load it"),
     "no ids": (
         ["--model", "{model}", "--prompt-file", "{text}"],
-        "the file must hold token ids, numbers from 0 to 255",
+        "the file must hold token ids, numbers from 0 to 255 with spaces between them, and 'some' is none",
     ),
+    "too large": (["--model", "{model}", "--prompt-file", "{large}"], "and '256' is none"),
     "too long": (["--model", "{model}", "--prompt-file", "{ids}", "--tokens", "9"], "--tokens 9: "),
     "power": (["--model", "{model}", "--prompt-file", "{power}"], "the file must hold token ids"),
     "no utf-8": (["--model", "{model}", "--prompt-file", "{latin}"], "no text in UTF-8"),
@@ -214,9 +224,12 @@ ERRORS: dict[str, tuple[list[str], str]] = {
 }
 
 
+TEXTS = {"text": "some words", "ids": "1 2 3", "none": " ", "power": "1 \N{SUPERSCRIPT TWO}", "large": "255 256"}
+
+
 @pytest.mark.parametrize(("argv", "part"), ERRORS.values(), ids=ERRORS)
 def test_errors(model: str, argv: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in {"text": "some words", "ids": "1 2 3", "none": " ", "power": "1 \N{SUPERSCRIPT TWO}"}.items():
+    for name, text in TEXTS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         argv = [word.replace("{" + name + "}", str(tmp_path / name)) for word in argv]
     for name, content in {"latin": b"\xe9", "broken.gguf": b"GGUF"}.items():

@@ -66,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="uniprefill", description=__doc__, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"uniprefill-fx {uniprefill_fx.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join((*COMMANDS, SERVE[0])))
-    commands.add_parser(SERVE[0], help=SERVE[1])
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("--model", required=True, help="hub name, folder, or GGUF file")
@@ -90,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--expect", metavar="TEXT", help="says whether the answers hold this text")
         if name != "explain":
             command.add_argument("--repeats", type=_positive, default=5, help="timed prompts a kind (%(default)s)")
+    commands.add_parser(SERVE[0], help=SERVE[1])
     return parser
 
 
@@ -103,6 +103,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The backend's options from --preset, --p, --option and --inner-backend, those of them that the command has.
 
     A value that is no literal is a string.
+
+    Raises:
+        OptionError, UserError: an option that is unknown, bad, or given twice.
     """
 
     def value(text: str) -> Any:
@@ -119,6 +122,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         name, equals, given = text.partition("=")
         if not equals:
             raise UserError(f"--option {text}: wanted NAME=VALUE, for example --option drop_layers=[7,15]")
+        if name in options:
+            raise UserError(f"--option {text}: {name} is given already, as {options[name]!r}; give it once")
         options[name] = value(given)
     PrefillConfig.from_options(options)
     return options
@@ -137,7 +142,8 @@ def check(args: argparse.Namespace) -> None:
         shows = f"--html {html}: a page" if html is not None else "--tokens: demo"
         raise UserError(f"{shows} shows one prompt, and {len(args.tokens)} lengths are given; give one")
     if args.prompt_file is not None and not args.prompt_file.is_file():
-        raise UserError(f"--prompt-file {args.prompt_file}: no such file")
+        wrong = "it is a folder, name a file" if args.prompt_file.is_dir() else "no such file"
+        raise UserError(f"--prompt-file {args.prompt_file}: {wrong}")
     path = Path(args.model).expanduser()
     args.local = path.exists()
     if args.model.endswith(".gguf"):

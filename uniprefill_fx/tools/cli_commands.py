@@ -106,7 +106,7 @@ class Timed:
     def times(self, repeats: int) -> dict[str, Any]:
         """Medians in milliseconds, in turn, so that a busy machine slows both; the first of each, which compiles, is
         not counted."""
-        compiles = "traces where this is new"
+        compiles = "a first run, not timed, which traces the model if need be"
         if self.inner_backend != "eager":
             compiles += (
                 f" and compiles with {self.inner_backend!r}, for minutes on a CPU (--inner-backend eager does not)"
@@ -131,7 +131,7 @@ def demo(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) ->
     timed = Timed(uniprefill_fx.compile(subject.model, **options), subject.prompts[0], args.inner_backend)
     with torch.inference_mode():
         result = timed.times(args.repeats)
-        say(f"{args.new_tokens} tokens of the answer, dropped and dense: the decode step is new")
+        say(f"{args.new_tokens} tokens of the answer, dropped and dense; the first step after the prompt is traced")
         tokens, logprobs = timed.generate(args.new_tokens)
         with uniprefill_fx.disabled():
             dense_tokens, dense = timed.generate(args.new_tokens)

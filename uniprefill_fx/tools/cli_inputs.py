@@ -104,6 +104,8 @@ def _prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Tenso
     """(1, tokens) int64 each. From the file, cut at its beginning, so that its end (the question) stays."""
     vocabulary = model.config.get_text_config().vocab_size
     if args.prompt_file is None:
+        what = "random tokens, over which attention spreads widely"
+        say(f"no --prompt-file: {what if tokenizer is None else 'sentences with one fact a third of the way in'}")
         return [_made_up(n, vocabulary, tokenizer, args.chat) for n in args.tokens or [DEFAULT_TOKENS]]
     try:
         text = args.prompt_file.read_text(encoding="utf-8")
@@ -127,9 +129,7 @@ def _prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Tenso
 
 def _made_up(tokens: int, vocabulary: int, tokenizer: Any, chat: bool) -> Tensor:
     if tokenizer is None:
-        say("no --prompt-file: random tokens, over which attention spreads widely")
         return torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
-    say("no --prompt-file: sentences with one fact a third of the way in")
     text = sample_prompt(tokens, lambda part: len(tokenizer(part)["input_ids"]))
     return torch.tensor([_encoded(text, tokenizer, chat)])
 
@@ -143,9 +143,10 @@ def _encoded(text: str, tokenizer: Any, chat: bool) -> list[int]:
 
 def _numbers(text: str, vocabulary: int, args: argparse.Namespace) -> list[int]:
     words = text.split()
-    if not all(word.isdecimal() and int(word) < vocabulary for word in words):
+    wrong = next((word for word in words if not (word.isdecimal() and int(word) < vocabulary)), None)
+    if wrong is not None:
         raise UserError(
             f"--prompt-file {args.prompt_file}: the model has no tokenizer, so the file must hold token ids, numbers "
-            f"from 0 to {vocabulary - 1} with spaces between them"
+            f"from 0 to {vocabulary - 1} with spaces between them, and {wrong[:20]!r} is none"
         )
     return [int(word) for word in words]
