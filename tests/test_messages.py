@@ -93,12 +93,13 @@ def test_mode_of_torch_compile() -> None:
 
 
 def test_an_unknown_inner_backend_fails_at_once() -> None:
-    """Not when the first prompt comes; with all names that work, those for debugging among them."""
+    """Not when the first prompt comes; with all names that work, those for debugging and TensorRT's among them."""
     with pytest.raises(OptionError) as raised:
         uniprefill_fx.compile(tiny_llama(2), inner_backend="inducter")
     assert str(raised.value).endswith(", or a callable. Did you mean 'inductor'?")
     named = str(raised.value).split("allowed: ")[1].split(", or a callable")[0].split(", ")
-    assert {"inductor", "eager", "aot_eager", *torch.compiler.list_backends()} - {"uniprefill"} == set(named)
+    always = {"inductor", "eager", "aot_eager", "torch_tensorrt", "tensorrt"}
+    assert always | set(torch.compiler.list_backends()) - {"uniprefill"} == set(named)
     with pytest.raises(OptionError, match=r"Register the backend first\."):
         uniprefill_fx.explain(tiny_llama(2), token_ids(16), inner_backend="zzzz")
 

@@ -24,6 +24,7 @@ texts: Any = importlib.import_module("ruler_prompts")
 CHECKPOINT = ROOT / "examples" / "ruler-gemma3"
 
 
+@pytest.mark.slow
 def test_checkpoint_answers() -> None:
     """Whole answers from `generate()`, dense and with tokens dropped at both of `auto`'s layers."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
