@@ -178,11 +178,7 @@ def _compiled_only() -> Iterator[None]:
         yield
 
 
-LIMITS = [
-    pytest.param(order, limit, marks=() if (order, limit) == ("assisted", 1) else pytest.mark.slow)
-    for order in ORDERS
-    for limit in (1, 2, 3)
-]
+LIMITS = [(order, limit) for order in ORDERS for limit in (1, 2, 3)]
 
 
 @pytest.mark.slow
@@ -194,6 +190,7 @@ def test_orders_of_calls(way: str, order: str) -> None:
     check(model_of(way), order, [False] * len(ORDERS[order]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "limit"), LIMITS)
 def test_orders_with_few_graphs(order: str, limit: int) -> None:
     """A prompt that finds no graph is the stock model's; one that does drops, and its steps go on from there."""

@@ -122,6 +122,7 @@ def test_prompts_in_chunks_stay_dense(llama: tuple[Any, Path]) -> None:
     assert served["counts"][f"uniprefill:requests_dense_total{whole}"] >= 1 and dropped >= 1
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_before_the_first_request(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     options = OPTIONS | {"inner_backend": "inductor", "p": [0.9, 0.6]}
