@@ -5,13 +5,10 @@ python benchmarks/serve_plot.py benchmarks/results/serve_llama8b_h200.json --out
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
-from plot import Points, tick
+from plot import Points, axes_of_times, main, save
 
 NAMES = {"stock": "stock vLLM", "ours": "uniprefill"}
 
@@ -33,31 +30,19 @@ def ratios(lines: dict[str, Points]) -> dict[int, float]:
 
 
 def draw(report: dict[str, Any], out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import NullLocator, StrMethodFormatter
-
     looks: dict[str, dict[str, Any]] = {
         "stock vLLM": {"color": "#c0392b", "marker": "s"},
         "uniprefill": {"color": "#1f6fb4", "marker": "o", "linewidth": 2},
     }
     lines = series(report)
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    measured = {tokens for points in lines.values() for tokens, _ in points}
+    figure, axes = axes_of_times(sorted(tokens for tokens in measured if tokens % 1024 == 0))
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=name, markersize=5, **looks[name])
     for tokens, ratio in ratios(lines).items():
         at = (tokens, dict(lines["uniprefill"])[tokens])
         axes.annotate(f"{ratio:.2f}×", at, (0, -14), textcoords="offset points", ha="center", fontsize=8)
-    ticks = sorted({tokens for points in lines.values() for tokens, _ in points if tokens % 1024 == 0})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(ticks, [tick(n) for n in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("prompt tokens, one prompt alone")
-    axes.set_ylabel("time to first token, ms")
     ours = report["ours"]
     of, kept = ours["arguments"], ours["keep_ratio"]
     title = f"{of['model']}, {of['layers']} layers, {ours['card']}, vLLM {ours['vllm']}"
@@ -66,21 +51,8 @@ def draw(report: dict[str, Any], out: Path) -> None:
     shares = ", ".join(f"{share:g}" for share in kept.values())
     axes.set_title(f"{title}\ntokens kept after layers {', '.join(kept)}: {shares}", fontsize=9)
     axes.margins(0.1)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out, dpi=150)
-    print(f"wrote {out}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="the JSON of serve.py")
-    parser.add_argument("--out", type=Path, help="the PNG (default: beside the JSON)")
-    args = parser.parse_args()
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("matplotlib is not installed: no plot")
-    draw(json.loads(args.report.read_text()), args.out or args.report.with_suffix(".png"))
+    save(figure, axes, out)
 
 
 if __name__ == "__main__":
-    main()
+    main(draw, __doc__, "the JSON of serve.py")

@@ -26,7 +26,7 @@ from uniprefill_fx.lowering.tensorrt import TensorRT
 from uniprefill_fx.ops import gather
 from uniprefill_fx.passes.cleanup import clean
 from uniprefill_fx.passes.dataflow import aliases, written_nodes
-from uniprefill_fx.passes.node_utils import arguments, copy_module, expression, meta, shape
+from uniprefill_fx.passes.node_utils import arguments, copy_module, dimension_of, expression, meta
 from uniprefill_fx.passes.rewrite.plain_attention import find_plain_attention, is_whole, write_plainly
 from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
 from uniprefill_fx.torch_internals import is_static_input
@@ -52,7 +52,7 @@ class EnginePiece:
         self.is_whole = is_whole(find_plain_attention(gm.graph))
         write_plainly(plain)
         self.whole, self.parts = _chain(plain, tensorrt, name, batch)
-        self.padded, self.parts_with_padding = _chain(copy_module(gm), tensorrt, f"{name}, with padding", batch)
+        self.padded, _ = _chain(copy_module(gm), tensorrt, f"{name}, with padding", batch)
 
     def __call__(self, *args: Any) -> Any:
         return (self.whole if self.is_whole(args) else self.padded)(*args)
@@ -131,10 +131,9 @@ def _size(graph: fx.Graph, size: sympy.Expr, tensors: Mapping[fx.Node, fx.Node])
     """
     if size.is_Integer:
         return int(size)
-    for node, own in tensors.items():
-        for d, known in enumerate(shape(node) or ()):
-            if known == size:
-                return graph.call_function(torch.ops.aten.sym_size.int, (own, d))
+    if (found := dimension_of(size, tensors)) is not None:
+        node, d = found
+        return graph.call_function(torch.ops.aten.sym_size.int, (tensors[node], d))
     if not isinstance(size, sympy.Add | sympy.Mul):
         return None
     combine = operator.add if isinstance(size, sympy.Add) else operator.mul

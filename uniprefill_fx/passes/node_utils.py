@@ -34,6 +34,11 @@ def shape(node: fx.Node) -> tuple[sympy.Expr, ...] | None:
     return tuple(expression(s) for s in value.shape) if isinstance(value, torch.Tensor) else None
 
 
+def dimension_of(size: sympy.Expr, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
+    """The first of some tensors that has a dimension of this size, and that dimension."""
+    return next(((node, d) for node in nodes for d, own in enumerate(shape(node) or ()) if own == size), None)
+
+
 def token_dims(node: fx.Node, tokens: sympy.Symbol) -> tuple[int, ...]:
     """The dimensions of a tensor node whose size depends on the number of tokens."""
     return tuple(d for d, size in enumerate(shape(node) or ()) if tokens in size.free_symbols)

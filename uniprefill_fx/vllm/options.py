@@ -31,7 +31,7 @@ def engine_args(*, warm_up: bool = True, **options: Any) -> dict[str, Any]:
         OptionError: an unknown option or a bad value.
     """
     given = options if warm_up is True else {"warm_up": warm_up, **options}
-    _split(given)
+    _config(_split(given)[0])
     return {
         "compilation_config": {"mode": 2, "backend": BACKEND, "custom_ops": ["none"], "cudagraph_mode": GRAPHS},
         # norms as torch spells them, which the inner backend fuses with what lies around them
@@ -42,13 +42,17 @@ def engine_args(*, warm_up: bool = True, **options: Any) -> dict[str, Any]:
     }
 
 
-def _split(given: Mapping[str, Any]) -> tuple[PrefillConfig, bool]:
-    """The options of the package, and `warm_up`, which only an engine has."""
+def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The options of the package, and `warm_up`, which only an engine has.
+
+    Raises:
+        OptionError: `warm_up` is no bool.
+    """
     options = dict(given)
     warm_up = options.pop("warm_up", True)
     if not isinstance(warm_up, bool):
         raise OptionError("warm_up", warm_up, "True or False", "False leaves compiling to the first prompt that drops.")
-    return _config(options), warm_up
+    return options, warm_up
 
 
 def _config(options: Mapping[str, Any]) -> PrefillConfig:
@@ -64,7 +68,7 @@ def _config(options: Mapping[str, Any]) -> PrefillConfig:
 
 def config_of(vllm_config: Any) -> PrefillConfig:
     """The options of an engine, over what was published for its model."""
-    given = {name: value for name, value in _given(vllm_config).items() if name != "warm_up"}
+    given, _ = _split(_given(vllm_config))
     text = vllm_config.model_config.hf_text_config
     return _config(over_published(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1), given))
 
@@ -90,7 +94,6 @@ def check(vllm_config: Any) -> None:
         ServingError: says which flag, and what to do. OptionError: a bad option.
     """
     config = config_of(vllm_config)
-    warms_up(vllm_config)
     warn_of_version()
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from uniprefill_fx.passes.cleanup import clean
-from uniprefill_fx.passes.node_utils import is_op, shape
+from uniprefill_fx.passes.node_utils import dimension_of, is_op, shape
 from uniprefill_fx.specs import AttentionSpec
 
 
@@ -62,8 +62,8 @@ def is_whole(plain: Sequence[Plain]) -> Callable[[Sequence[Any]], bool]:
     return whole
 
 
-def write_plainly(gm: fx.GraphModule) -> int:
-    """Replace what `find_plain_attention` finds, in place; returns how many. It holds where `is_whole` does."""
+def write_plainly(gm: fx.GraphModule) -> None:
+    """Replace what `find_plain_attention` finds, in place. It holds where `is_whole` does."""
     found = find_plain_attention(gm.graph)
     for plain in found:
         node = plain.node
@@ -81,7 +81,6 @@ def write_plainly(gm: fx.GraphModule) -> int:
         node.replace_all_uses_with(new)
     if found:
         clean(gm)
-    return len(found)
 
 
 def _plain(graph: fx.Graph, node: fx.Node) -> Plain | None:
@@ -96,19 +95,10 @@ def _plain(graph: fx.Graph, node: fx.Node) -> Plain | None:
         return None  # a compiler's attention wants three operands of one shape
     if bounds is None:
         return Plain(node, None, None) if k_positions is None else None  # positions may hold padding
-    rows = _dimension(graph, k_shape[2])  # type: ignore[index]
+    rows = dimension_of(k_shape[2], graph.find_nodes(op="placeholder"))  # type: ignore[index]
     if rows is None or not isinstance(bounds, fx.Node) or bounds.op != "placeholder":
         return None
     return Plain(node, bounds, rows)
-
-
-def _dimension(graph: fx.Graph, size: Any) -> tuple[fx.Node, int] | None:
-    """A dimension of an input that has this size."""
-    for node in graph.find_nodes(op="placeholder"):
-        for d, own in enumerate(shape(node) or ()):
-            if own == size:
-                return node, d
-    return None
 
 
 def _groups(node: fx.Node) -> int:
