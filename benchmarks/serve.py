@@ -10,6 +10,8 @@ On two cards at once, and then one file:
     CUDA_VISIBLE_DEVICES=1 PYTHONPATH=. python benchmarks/serve.py --out ours.json --systems ours
     python benchmarks/serve.py --out serve.json --systems --add ours.json stock.json
 
+Or with each system on two: `--tensor-parallel 2`, where the package is installed, as its plugin loads itself in ranks.
+
 Weights are random (`load_format="dummy"`), of a shape that is written as a config.json; `keep_ratio` fixes how many
 tokens stay, and scoring and selecting are real. Each system runs in a process of its own, one after the other, and
 starts one engine for all that it measures:
@@ -47,6 +49,10 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not to be had on every host
+    # ranks, which import this file too, count in processes of their own
+    "PROMETHEUS_MULTIPROC_DIR": os.environ.get("PROMETHEUS_MULTIPROC_DIR") or tempfile.mkdtemp(prefix="serve_metrics_"),
 }
 SYSTEMS = ("ours", "stock", "stock_chunked")
 KINDS = ("ttft", "batch", "decode", "mixed")
@@ -55,6 +61,7 @@ ARCHITECTURES = {
     "gemma-3-12b": "Gemma3ForCausalLM",
     "qwen3-next-80b-a3b": "Qwen3NextForCausalLM",
 }
+TINY = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}  # what the CPU build can do
 
 
 class Engine:
@@ -66,9 +73,7 @@ class Engine:
         self.args, self.count = args, 0
         folder = Path(tempfile.mkdtemp())
         config = build_config(args.model, args.layers, args.tiny)
-        settings = (
-            config.to_dict() | {"architectures": [ARCHITECTURES[args.model]]} | ({"head_dim": 32} if args.tiny else {})
-        )
+        settings = config.to_dict() | {"architectures": [ARCHITECTURES[args.model]]} | (TINY if args.tiny else {})
         (folder / "config.json").write_text(json.dumps(settings, default=str))
         self.vocabulary = int(settings["vocab_size"])
         longest = max([*args.lengths, *args.decode_lengths, args.mixed_length, *(n for _, n in args.batches)])
@@ -76,10 +81,13 @@ class Engine:
         options: dict[str, Any] = {
             "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": budget, "max_num_seqs": 64,
             "max_num_batched_tokens": budget, "enable_prefix_caching": False, "gpu_memory_utilization": 0.92,
-            "dtype": "float32" if args.tiny else "bfloat16",
+            "dtype": "float32" if args.tiny and not args.model.startswith("qwen") else "bfloat16",
+            "tensor_parallel_size": args.tensor_parallel,
         }  # fmt: skip
         if args.model.startswith("gemma"):
             options["disable_hybrid_kv_cache_manager"] = True
+        if args.model.startswith("qwen"):
+            options["gdn_prefill_backend"] = "triton"  # vLLM's own kernel; FlashInfer's would be compiled first
         if args.kv_gib:
             options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
             options["gpu_memory_utilization"] = 0.3  # what must be free at the start
@@ -247,13 +255,16 @@ def measure(args: argparse.Namespace) -> None:
         row = runs[kind](engine, *of)
         say(f"{kind} {row}")
         result.setdefault(kind, []).append(row)
-        if not args.tiny:
+        if not args.tiny and args.tensor_parallel == 1:
             result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         write(args.out, {args.system: result})
     if args.system == "ours":
-        from prometheus_client import REGISTRY
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
 
-        samples = [s for family in REGISTRY.collect() for s in family.samples if s.name.startswith("uniprefill:")]
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        samples = [s for family in registry.collect() for s in family.samples if s.name.startswith("uniprefill:")]
         result["counts"] = {f"{s.name}{s.labels or ''}": s.value for s in samples if s.name.endswith("_total")}
     result["exit"] = 0
     write(args.out, {args.system: result})
@@ -272,6 +283,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing more after so long; 0: no limit")
     parser.add_argument("--model", choices=sorted(ARCHITECTURES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="default: the model's own, or as many as fit")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="one GPU each (%(default)s)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2047, 4096, 16_384, 32_768, 65_536, 131_072])
     parser.add_argument("--decode-lengths", type=int, nargs="*", default=[131_072, 32_768])
     parser.add_argument("--batches", type=prompts_of, nargs="*", default=[(32, 8192), (8, 32_768)], metavar="NxTOKENS")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from checkpoints import ROOT
 from tiny import tiny_gemma3, tiny_llama
 
 import uniprefill_fx
+from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.vllm import engine_args
+from uniprefill_fx.vllm.options import as_engine_compiles
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (make test-vllm)")
 # by name: changed keyword arguments, and words of the message
@@ -142,6 +145,14 @@ def test_options_are_checked_before_an_engine_is_built() -> None:
     with pytest.raises(uniprefill_fx.OptionError, match="sink_token"):
         engine_args(sink_token=3)
     assert engine_args(p=0.95)["additional_config"] == {"uniprefill": {"p": 0.95}}
+
+
+def test_inductor_compiles_as_the_engine_says() -> None:
+    engine = SimpleNamespace(inductor_compile_config={"size_asserts": False, "combo_kernels": True})
+    config = PrefillConfig.from_options({"inner_options": {"combo_kernels": False}})
+    assert dict(as_engine_compiles(config, engine).inner_options or {}) == {"size_asserts": False, "combo_kernels": False}
+    eager = PrefillConfig.from_options({"inner_backend": "eager"})
+    assert as_engine_compiles(eager, engine).inner_options is None
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -32,7 +32,7 @@ from uniprefill_fx.runtime.prefill import released_after
 from uniprefill_fx.vllm import hooks, metadata, metrics, operators, ops, ranks
 from uniprefill_fx.vllm.attention import Reader, layer_argument, layer_number, sinks_of
 from uniprefill_fx.vllm.normalize import normalize, one_token_count
-from uniprefill_fx.vllm.options import check, config_of, warms_up
+from uniprefill_fx.vllm.options import as_engine_compiles, check, config_of, warms_up
 from uniprefill_fx.vllm.plan import plan_served
 from uniprefill_fx.vllm.rewrite import drop_served, runs_outside
 from uniprefill_fx.vllm.select import select_packed
@@ -70,7 +70,7 @@ def _backend(
     layers: Mapping[str, Any] = get_forward_context().no_compile_layers
     steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None)
     steps.warm_up = warms_up(vllm_config)
-    inner = inner_backend(config)
+    inner = inner_backend(as_engine_compiles(config, vllm_config.compilation_config))
     dropped = copy_module(gm)
     plan = _planned(dropped, example_inputs, layers, config)
     plain = compile_whole(inner, gm, example_inputs)

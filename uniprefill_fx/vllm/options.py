@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from uniprefill_fx.config import OptionError, PrefillConfig, over_published
 from uniprefill_fx.lowering.tensorrt import NAMES
+from uniprefill_fx.option_checks import InnerOptions
 
 BACKEND = "uniprefill_fx.vllm.backend"
 GRAPHS = "FULL_DECODE_ONLY"
 """vLLM's mode of CUDA graphs in which steps of one token a request are captured, and no others."""
+AUTO_V2 = "enable_auto_functionalized_v2"
 OLDEST, NEWEST = (0, 24), (0, 32)
 """The versions of vLLM whose ends are tested."""
 
@@ -71,6 +74,19 @@ def config_of(vllm_config: Any) -> PrefillConfig:
     given, _ = _split(_given(vllm_config))
     text = vllm_config.model_config.hf_text_config
     return _config(over_published(getattr(text, "model_type", ""), getattr(text, "num_hidden_layers", -1), given))
+
+
+def as_engine_compiles(config: PrefillConfig, compilation_config: Any) -> PrefillConfig:
+    """The options with Inductor set as the engine's `inductor_compile_config` says; `inner_options` go before it.
+
+    Without that, what a user writes there is lost, and torch 2.11 checks the strides of every weight before a step's
+    first kernel is launched, which vLLM has switched off.
+    """
+    if config.inner_backend != "inductor":
+        return config
+    # AUTO_V2: vLLM switches it off for its own passes, which do not run here; off, writes into views are copied.
+    engine = {k: v for k, v in compilation_config.inductor_compile_config.items() if k != AUTO_V2}
+    return dataclasses.replace(config, inner_options=InnerOptions({**engine, **(config.inner_options or {})}))
 
 
 def warms_up(vllm_config: Any) -> bool:
