@@ -124,8 +124,8 @@ class PrefillConfig:
 
     Lists become tuples, and `drop_layers` and `sparse_layers` are stored in increasing order; lists that came with them
     (`p`, `keep_ratio`, `sparse_alpha`) move along, so that the i-th value always belongs to the i-th of these layers
-    from the bottom. Bad values raise `OptionError`. Whether a layer exists and holds full attention is checked where the
-    model is known.
+    from the bottom. Bad values raise `OptionError`. Whether a layer exists and holds full attention is checked
+    where the model is known.
     """
 
     preset: Literal["quality", "balanced", "fast"] = "quality"
