@@ -120,6 +120,7 @@ def check(vllm_config: Any) -> None:
     reasons = {
         "LoRA adapters: which rows are of which adapter is told by the places of all tokens; leave enable_lora "
         "out": vllm_config.lora_config is not None,
+        "enforce_eager: it switches compilation off, and dropping with it; leave it out": bool(model.enforce_eager),
         f"compilation mode {compilation.mode}: only mode 2 hands a model's whole graph to this backend; pass "
         f"compilation_config={{'mode': 2, 'backend': '{BACKEND}'}}": int(compilation.mode or 0) != 2,
         f"compilation backend {compilation.backend!r}; pass {BACKEND!r}": compilation.backend != BACKEND,
