@@ -245,6 +245,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"attention_dtype": "float16"}, "attention_dtype.*'model', 'float8_e4m3'"),
     "nothing at all": ({"attention": "dense", "drop_layers": "none"}, "drop_layers.*block_sparse"),
     "type of dense": ({"attention": "dense", "attention_dtype": "float8_e4m3"}, "attention_dtype.*block_sparse"),
+    "alpha of dense": ({"attention": "dense", "drop_layers": "auto"}, "sparse_.*Set attention='block_sparse' as well"),
 }
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "published_for",
 ]
 
+SPARSE_TOO = "Set attention='block_sparse' as well."
 DEFAULT_MIN_TOKENS = 2048
 """Prompts with fewer tokens run the dense graph: scoring and gathering must cost less than they save.
 On an H200 with Llama-3.1-8B's shape dropping took 1.2 times as long as dense at 1,024 tokens, and 0.75 times as long at
@@ -234,8 +235,7 @@ class PrefillConfig:
             hint = "Nothing would change; set attention='block_sparse' as well, or name layers."
             raise OptionError("drop_layers", "none", "'none' with attention='block_sparse'", hint)
         if self.attention_dtype != "model":
-            hint = "Set attention='block_sparse' as well."
-            raise OptionError("attention_dtype", self.attention_dtype, "'model' with attention='dense'", hint)
+            raise OptionError("attention_dtype", self.attention_dtype, "'model' with attention='dense'", SPARSE_TOO)
 
     def _sort_drop_layers(self) -> None:
         if isinstance(self.drop_layers, str):
@@ -271,7 +271,11 @@ class PrefillConfig:
         if "preset" in options and options.get("selection") == "top_k":
             hint = "A preset says p, which top_k does not read. Leave it out, or keep_ratio and selection."
             raise OptionError("preset", options["preset"], "no preset with selection='top_k'", hint)
-        return cls(**options)
+        config = cls(**options)
+        for name, default in ((o.name, o.default) for o in fields(cls) if o.name.startswith("sparse_")):
+            if config.attention == "dense" and getattr(config, name) != default:
+                raise OptionError(name, options[name], f"{default!r} with attention='dense'", SPARSE_TOO)
+        return config
 
     def kept_for(self, index: int, count: int, depth: float) -> tuple[float, None] | tuple[None, float]:
         """How much the index-th of `count` drop layers keeps: (p, None) with `top_p`, (None, keep_ratio) with `top_k`.
