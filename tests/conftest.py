@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,15 @@ from uniprefill_fx.runtime.warn_once import forget_warnings
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the models are small: more threads only disturb one another
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_was_there_before() -> Iterator[None]:
+    """Is not searched for garbage again and again while a module's tests trace models."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
