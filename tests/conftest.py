@@ -19,13 +19,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # the models are small: more threads only disturb one another
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _what_was_there_before() -> Iterator[None]:
-    """Is not searched for garbage again and again while a module's tests trace models."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+@pytest.fixture(autouse=True, scope="session")
+def _rarely_collected() -> None:
+    """Tracing makes many objects that live, and Python would search them and all that was imported time and again."""
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
