@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from block_sparse_reference import reference
 from plain_decoders import DECODERS
-from tiny import tiny_gemma3, tiny_llama, token_ids
+from tiny import SIZES, tiny_gemma3, tiny_llama, token_ids
 from torch import Tensor, fx, nn
 from transformers import AttentionInterface
 
 import uniprefill_fx
 from uniprefill_fx import LastCall, OptionError
 from uniprefill_fx.errors import Category, StrictError
+from uniprefill_fx.runtime.last_call import DroppedCall, Drops
 
 TOKENS = 700
 HOW: dict[str, Any] = {"alpha": 0.97, "block_size": 64, "sink_blocks": 1, "window_blocks": 1, "last_tokens": 64}
@@ -192,6 +194,22 @@ def test_other_options_need_no_compilation() -> None:
             compiled(ids, logits_to_keep=1)
         torch.testing.assert_close(compiled(ids, logits_to_keep=1).logits, first)
     assert len(compiled_graphs) == before and shares[0] < shares[1] and (other - first).abs().max() > 1e-3
+
+
+def test_an_alpha_for_each_layer_where_layers_hold_two_attentions() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 2}
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**sizes)).eval()
+    report = uniprefill_fx.explain(model, token_ids(300), **(ALONE | {"sparse_alpha": [0.97, 0.0]}))
+    assert [(a.layer, spec.alpha) for a, spec in report.plan.sparse] == [(0, 0.97), (0, 0.97), (1, 0.0), (1, 0.0)]
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.density[0] < call.density[1] == 1.0
+
+
+def test_the_density_of_a_layer_counts_all_of_its_attentions() -> None:
+    bounds = torch.tensor([[0, 9]])
+    drops = Drops((), 1, bounds, (), ((0, torch.tensor([1, 4])), (0, torch.tensor([4, 4])), (1, torch.zeros(2).long())))
+    assert DroppedCall(drops, None, {}, 9).density == {0: 5 / 8, 1: 1.0}
 
 
 def test_generation_goes_on_from_a_block_sparse_prompt() -> None:

@@ -163,6 +163,13 @@ def test_keep_ratio_is_refused_by_top_p() -> None:
     refuse({"keep_ratio": 0.5}, "keep_ratio", 0.5, "None with selection='top_p'", "Set selection='top_k' as well")
 
 
+def test_sparse_layers_are_sorted_with_their_alphas() -> None:
+    sparse = {"attention": "block_sparse", "sparse_layers": [17, 5, 11]}
+    config = PrefillConfig.from_options(sparse | {"sparse_alpha": [0.3, 0.1, 0.2]})
+    assert config.sparse_layers == (5, 11, 17) and config.sparse_alpha == (0.1, 0.2, 0.3)
+    assert PrefillConfig.from_options(sparse | {"sparse_alpha": [0.3, 0.1]}).sparse_alpha == (0.3, 0.1)
+
+
 def test_drop_layers_are_sorted_with_their_values() -> None:
     config = PrefillConfig.from_options({"drop_layers": [11, 5], "p": [0.9, 0.99]})
     assert (config.drop_layers, config.p) == ((5, 11), (0.99, 0.9))

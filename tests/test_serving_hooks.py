@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import ROOT
+from eager_reference import EagerReference
+from serving_cases import OPTIONS, prompt, spec_of
+from tiny import tiny_llama
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (make test-vllm)")
 CODE = """
@@ -41,3 +47,34 @@ def test_vllms_cpu_worker_is_not_imported_on_a_gpu() -> None:
     environment = dict(os.environ, PYTHONPATH=str(ROOT), VLLM_LOGGING_LEVEL="ERROR")
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+ENGINES = """
+import json, sys
+import serving_worker
+from vllm import LLM, SamplingParams
+import uniprefill_fx.vllm as served
+from uniprefill_fx.vllm import plugin
+plugin.register()
+folder, options, prompt = json.loads(sys.argv[1])
+params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False, ignore_eos=True)
+for p in (0.8, 0.5):
+    llm = LLM(folder, **(serving_worker.ENGINE | served.engine_args(**(options | {"p": p}))))
+    (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    print("ANSWER" + json.dumps(list(answer.outputs[0].token_ids)))
+    llm.llm_engine.engine_core.shutdown()
+    del llm, answer
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_after_another_in_one_process(tmp_path: Path) -> None:
+    model = tiny_llama(4, hidden_size=128, head_dim=32, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    ids = prompt(400, 60)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    asked = json.dumps([str(tmp_path), OPTIONS, ids])
+    done = subprocess.run([sys.executable, "-c", ENGINES, asked], capture_output=True, text=True, env=environment)
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+    want = [EagerReference(model, spec_of(OPTIONS | {"p": p})).generate(torch.tensor([ids]), 4)[0] for p in (0.8, 0.5)]
+    assert found == [tokens[0].tolist() for tokens in want], done.stderr[-3000:]

@@ -35,6 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"data_parallel_size": 2}, "data parallelism"),
     "expert": ({"enable_expert_parallel": True}, "expert parallelism"),
     "context": ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "parallelism"),
+    "eager": ({"enforce_eager": True}, "enforce_eager"),
     "mode": ({"compilation_config": {"mode": 1, "backend": "uniprefill_fx.vllm.backend"}}, "only mode 2"),
     "mode 3": ({"compilation_config": {"mode": 3, "backend": "uniprefill_fx.vllm.backend"}}, "Invalid backend"),
     "backend": ({"compilation_config": {"mode": 2, "backend": "eager"}}, "compilation backend 'eager'"),
@@ -148,9 +149,11 @@ def test_options_are_checked_before_an_engine_is_built() -> None:
 
 
 def test_inductor_compiles_as_the_engine_says() -> None:
-    engine = SimpleNamespace(inductor_compile_config={"size_asserts": False, "combo_kernels": True})
-    config = as_engine_compiles(PrefillConfig.from_options({"inner_options": {"combo_kernels": False}}), engine)
-    assert dict(config.inner_options or {}) == {"size_asserts": False, "combo_kernels": False}
+    engine = SimpleNamespace(
+        inductor_compile_config={"size_asserts": False, "max_autotune": True, "combo_kernels": True}
+    )
+    config = as_engine_compiles(PrefillConfig.from_options({"inner_options": {"max_autotune": False}}), engine)
+    assert dict(config.inner_options or {}) == {"size_asserts": False, "max_autotune": False}
     eager = PrefillConfig.from_options({"inner_backend": "eager"})
     assert as_engine_compiles(eager, engine).inner_options is None
 
@@ -173,3 +176,25 @@ def test_serve_says_vllm_what_it_needs() -> None:
     assert given == {"uniprefill": {"p": 0.9, "warm_up": False}} and "--no-warm-up" not in cold
     with pytest.raises(uniprefill_fx.OptionError):
         command_of(["some/model", "--option", "drop_layer=3"])
+
+
+def test_what_a_user_says_of_a_flag_that_is_added() -> None:
+    """vLLM takes the last of two flags of a name, and would lose the backend or its options."""
+    from uniprefill_fx.tools.cli_output import UserError
+    from uniprefill_fx.vllm.serve import command_of
+
+    own = '--additional-config {"x":1} -cc.cudagraph_mode NONE --port 1 --compilation_config={"pass_config":{"a":1}}'
+    more = "--compilation-config.pass_config.b=true --compilation-config.cudagraph_mode=FULL".split()
+    command = command_of(["m", "--p", "0.9", *own.split(), *more])
+    given = {flag: json.loads(command[command.index(flag) + 1]) for flag in command if flag.endswith("l-config")}
+    assert given == {
+        "--additional-config": {"uniprefill": {"p": 0.9}, "x": 1},
+        "--kernel-config": given["--kernel-config"],
+    }
+    compiled = json.loads(command[command.index("--compilation-config") + 1])
+    want = {"mode": 2, "cudagraph_mode": "FULL", "pass_config": {"a": 1, "b": True}}
+    assert compiled == engine_args()["compilation_config"] | want
+    assert command[-2:] == ["--port", "1"] and not [flag for flag in command if flag.startswith("-cc")]
+    for bad, message in ((["m", "-cc", "3"], "object of JSON"), (["--port", "1", "m"], "MODEL comes before .*--port")):
+        with pytest.raises(UserError, match=message):
+            command_of(bad)

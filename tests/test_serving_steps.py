@@ -12,7 +12,7 @@ from torch import Tensor
 from uniprefill_fx.specs import AttentionSpec
 from uniprefill_fx.vllm import options, ranks
 from uniprefill_fx.vllm.select import select_packed
-from uniprefill_fx.vllm.steps import Step, Steps
+from uniprefill_fx.vllm.steps import Step, Steps, current, current_of, install
 
 CONFIG = options._config(
     {"drop_layers": [1, 2], "p": 0.6, "block_size": 16, "last_n": 24, "sink_tokens": 8, "min_tokens": 100}
@@ -129,6 +129,26 @@ def test_options_of_two_requests_are_their_own(steps: Steps) -> None:
     step = begun(steps, {"c": 300, "a": 300, "b": 300}, *told)
     assert step.dropping["a"].keep_ratio == 0.3 and step.dropping["b"] == CONFIG
     assert step.dense == {"c": "disabled by the request"}
+
+
+class Runner:
+    """A model runner of vLLM, of an engine with these layers."""
+
+    def __init__(self, layers: dict[str, Any]) -> None:
+        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+
+def test_another_engine_in_the_process() -> None:
+    """One that does not drop is left alone; one that does is refused until the first is gone."""
+    first, second = Steps(CONFIG, layers={}), Steps(CONFIG, layers={})
+    install(first)
+    runner = Runner(first.layers)
+    assert current_of(runner) is first and current_of(Runner({})) is None
+    with pytest.raises(RuntimeError, match="second engine"):
+        install(second)
+    del runner  # its compiled model, which Dynamo keeps, holds `first`
+    install(second)
+    assert current() is second
 
 
 def kept_alone(q: Tensor, k: Tensor) -> list[int]:

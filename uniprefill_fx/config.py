@@ -122,9 +122,10 @@ _CHECKS: Mapping[str, Check] = {
 class PrefillConfig:
     """The options of one compilation: immutable, hashable, and equal only if every option is equal.
 
-    Lists become tuples, and `drop_layers` is stored in increasing order; `p` and `keep_ratio` lists that came with it
-    move along, so that the i-th value always belongs to the i-th drop layer from the bottom. Bad values raise
-    `OptionError`. Whether a layer exists and holds full attention is checked where the model is known.
+    Lists become tuples, and `drop_layers` and `sparse_layers` are stored in increasing order; lists that came with them
+    (`p`, `keep_ratio`, `sparse_alpha`) move along, so that the i-th value always belongs to the i-th of these layers
+    from the bottom. Bad values raise `OptionError`. Whether a layer exists and holds full attention is checked
+    where the model is known.
     """
 
     preset: Literal["quality", "balanced", "fast"] = "quality"
@@ -213,6 +214,7 @@ class PrefillConfig:
         self._check_keep_ratio()
         self._check_sparse()
         self._sort_drop_layers()
+        self._sort_sparse_layers()
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the one way to normalise a field of a frozen dataclass
@@ -245,6 +247,14 @@ class PrefillConfig:
             if isinstance(values, tuple):
                 self._store(name, tuple(_value_for(name, values, i, count) for i in order))
         self._store("drop_layers", tuple(sorted(self.drop_layers)))
+
+    def _sort_sparse_layers(self) -> None:
+        layers, alphas = self.sparse_layers, self.sparse_alpha
+        if isinstance(layers, str):
+            return
+        self._store("sparse_layers", tuple(sorted(layers)))
+        if isinstance(alphas, tuple) and len(alphas) == len(layers):  # others are refused where the model is known
+            self._store("sparse_alpha", tuple(alpha for _, alpha in sorted(zip(layers, alphas, strict=True))))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None) -> PrefillConfig:

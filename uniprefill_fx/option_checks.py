@@ -176,7 +176,7 @@ def sparse_layers(option: str, value: object) -> str | tuple[int, ...]:
         raise OptionError(
             option, value, "'auto', 'all', or a list of layers", "attention='dense' computes every block."
         )
-    return tuple(sorted(found)) if isinstance(found, tuple) else found
+    return found
 
 
 def alphas(option: str, value: object) -> float | tuple[float, ...]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -29,6 +30,7 @@ __all__ = [
     "moves_between_vmap_levels",
     "schema_of",
     "storage_of",
+    "triton_launch",
     "version_of",
     "watching",
     "without_modes",
@@ -171,3 +173,17 @@ def backward_hook_methods() -> tuple[str, ...]:
     there are such hooks.
     """
     return nn.Module._get_backward_hooks.__name__, nn.Module._get_backward_pre_hooks.__name__
+
+
+def triton_launch(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
+    """The name of the Triton kernel that a node launches, and its arguments by name; None for any other node.
+
+    Relies on `triton_kernel_wrapper_mutation` and the table in which Dynamo keeps kernels and constants.
+    """
+    if node.target is not triton_kernel_wrapper_mutation:
+        return None
+    kernel: Any = kernel_side_table.get_kernel(cast(int, node.kwargs["kernel_idx"]))
+    while not isinstance(getattr(kernel, "__name__", None), str):
+        kernel = kernel.fn  # what an autotuner chooses settings for
+    constants = kernel_side_table.get_constant_args(cast(int, node.kwargs["constant_args_idx"]))
+    return kernel.__name__, {**constants, **cast(dict[str, Any], node.kwargs["kwargs"])}

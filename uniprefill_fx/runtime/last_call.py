@@ -112,7 +112,7 @@ class Drops:
         token_bounds: (batch, 2) int64 on the CPU, before any drop.
         kept: by drop, what was selected of the stream before it, and where the tokens of the new one lie: (batch, most)
             int64, (batch, 2) int64 on the CPU.
-        blocks: by layer with block-sparse attention, (2,) int64: blocks computed, and blocks that causality allows.
+        blocks: by block-sparse attention, its layer and (2,) int64: blocks computed, and blocks that causality allows.
         scores: by drop, (batch, blocks): what the selection chose by.
     """
 
@@ -183,11 +183,13 @@ class DroppedCall(LastCall):
 
     @functools.cached_property
     def density(self) -> Mapping[int, float]:
-        found = {}
-        for layer, totals in self._drops.blocks:
-            computed, allowed = totals.tolist()
-            found[layer] = computed / allowed if allowed else 1.0
-        return MappingProxyType(found)
+        sums: dict[int, Tensor] = {}
+        for layer, totals in self._drops.blocks:  # of a layer with several attentions, all of them
+            sums[layer] = totals.cpu() + sums.get(layer, 0)
+        counts = {layer: totals.tolist() for layer, totals in sums.items()}
+        return MappingProxyType(
+            {layer: made / allowed if allowed else 1.0 for layer, (made, allowed) in counts.items()}
+        )
 
     @functools.cached_property
     def block_scores(self) -> Mapping[int, Tensor]:

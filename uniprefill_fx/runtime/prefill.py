@@ -189,7 +189,7 @@ class Prefill:
                 "So many of the last rows are asked for, and fewer of them would be kept.",
             )
         if self.sparse_input is not None:
-            values[self.sparse_input] = sparse_options([spec for _, spec in self.plan.sparse], changed)
+            values[self.sparse_input] = sparse_options(self.plan.sparse, changed)
         spoiled: Refusal | None = None
         for (piece, run), released in zip(self.steps, self.released, strict=True):
             operands = [values[n] for n in piece.inputs]

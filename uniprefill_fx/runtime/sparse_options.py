@@ -9,26 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniprefill_fx.config import OptionError
+from uniprefill_fx.passes.analyze.sparse_attention import alpha_by_layer
+from uniprefill_fx.passes.attention_node import AttentionNode
 from uniprefill_fx.specs import SparseSpec
 
 PREFIX = "sparse_"
 NAMES = tuple(PREFIX + field.name for field in fields(SparseSpec) if field.name != "fp8")
 
 
-def sparse_options(specs: Sequence[SparseSpec], changed: Mapping[str, Any]) -> Tensor:
-    """(layers, fields) float64 on the CPU: what each layer was compiled with, but for what `override()` changed.
+def sparse_options(sparse: Sequence[tuple[AttentionNode, SparseSpec]], changed: Mapping[str, Any]) -> Tensor:
+    """(attentions, fields) float64 on the CPU: what each was compiled with, but for what `override()` changed.
 
     Raises:
         OptionError: a list of alphas that does not have one for each block-sparse layer.
     """
     values = {name.removeprefix(PREFIX): value for name, value in changed.items() if name in NAMES}
     alphas = values.pop("alpha", None)
-    if isinstance(alphas, tuple) and len(alphas) != len(specs):
-        allowed = f"a number, or a list of {len(specs)}, one for each block-sparse layer"
-        raise OptionError("sparse_alpha", alphas, allowed, f"The list has {len(alphas)} values.")
-    rows = []
-    for i, spec in enumerate(specs):
-        own = {} if alphas is None else {"alpha": alphas[i] if isinstance(alphas, tuple) else alphas}
-        rows.append(replace(spec, **values, **own).numbers())
+    own = {} if alphas is None else alpha_by_layer(alphas, sorted({a.layer for a, _ in sparse}))
+    rows = [replace(spec, **values, alpha=own.get(a.layer, spec.alpha)).numbers() for a, spec in sparse]
     return torch.tensor(rows, dtype=torch.float64)

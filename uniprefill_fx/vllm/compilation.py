@@ -68,7 +68,7 @@ def _backend(
         importlib.import_module("uniprefill_fx.lowering.cuda")
     operators.register()
     layers: Mapping[str, Any] = get_forward_context().no_compile_layers
-    steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None)
+    steps = Steps(config, metrics.count if vllm_config.parallel_config.rank == 0 else None, layers)
     steps.warm_up = warms_up(vllm_config)
     inner = inner_backend(as_engine_compiles(config, vllm_config.compilation_config))
     dropped = copy_module(gm)

@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from uniprefill_fx.vllm.steps import current
+from uniprefill_fx.vllm.steps import current_of
 from uniprefill_fx.vllm.warm_up import warm_up
 
 RUNNERS = (
@@ -52,7 +52,7 @@ def _not_yet_wrapped(classes: Iterable[tuple[str, str]]) -> Iterator[Any]:
 def _execute(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = current()
+        steps = current_of(self)
         if steps is None or kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             return original(self, scheduler_output, *args, **kwargs)
         older = hasattr(self, "input_batch")
@@ -62,6 +62,8 @@ def _execute(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             steps.step = None  # the engine is lost, and nothing of this step happened
             raise
+        finally:
+            steps.ask_order = None  # which holds the runner
         steps.end()
         return output
 
@@ -72,7 +74,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, *args, **kwargs)
-        steps = current()
+        steps = current_of(self)
         if steps is not None:
             steps.ordered(list(batch.req_ids))
         return batch
@@ -83,7 +85,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = current()
+        steps = current_of(self.model_runner)
         if steps is None:
             return original(self, *args, **kwargs)
         with steps.uncounted():

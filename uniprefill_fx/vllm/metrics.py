@@ -17,8 +17,8 @@ def _counters() -> dict[str, Any]:
     from prometheus_client import Counter
 
     about = {
-        "requests_dropped": "Prompts of which tokens were dropped.",
-        "prompt_tokens": "Tokens of the prompts of which some were dropped.",
+        "requests_dropped": "Prompts whose tokens were selected; all of them may have been kept.",
+        "prompt_tokens": "Tokens of those prompts.",
         "kept_tokens": "Tokens of those prompts that are left behind the last drop.",
     }
     found: dict[str, Any] = {name: Counter(f"uniprefill:{name}", text) for name, text in about.items()}

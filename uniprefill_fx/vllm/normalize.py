@@ -27,6 +27,7 @@ from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import expression, meta, name_of
 from uniprefill_fx.passes.schemas import overloads
 from uniprefill_fx.vllm.attention import ATTENTION, operator_name
+from uniprefill_fx.vllm.fused_rope import name_fused_rope
 
 
 def one_token_count(inputs: Sequence[Any]) -> None:
@@ -56,6 +57,7 @@ def normalize(gm: fx.GraphModule) -> None:
             _write_into_own_buffer(gm.graph, node)
         elif name == "_C::fused_add_rms_norm":
             _split_norm(gm.graph, node)
+    name_fused_rope(gm.graph)
     clean(gm)
 
 

@@ -26,6 +26,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "_C::onednn_mm": ("c", "out", "result"),
     "vllm::moe_forward": (),
     "vllm::moe_forward_shared": (),
+    "uniprefill::served_qk_norm_rope_gate": (),
     "vllm::all_reduce": (),
     "vllm::all_gather": (),
     "_C::shm_allreduce": (),  # the same on a CPU, in place

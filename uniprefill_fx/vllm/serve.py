@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -42,12 +43,51 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option")
     parser.add_argument("--no-warm-up", action="store_true", help="the first prompt that drops compiles, not the start")
     own, others = parser.parse_known_args(arguments)
+    if others and list(arguments).index(others[0]) < list(arguments).index(own.model):
+        raise UserError(f"MODEL comes before the flags of vllm serve: got {others[0]} before {own.model}")
     needed = engine_args(warm_up=not own.no_warm_up, **options_of(own))
     added: list[str] = []
     for name, value in needed.items():
         flag = name.replace("_", "-")
+        if isinstance(value, dict):
+            value = _merged(value, _taken(flag, others))
         added += [f"--no-{flag}"] if value is False else [f"--{flag}", json.dumps(value)]
     return ["vllm", "serve", own.model, *added, *others]
+
+
+def _taken(flag: str, others: list[str]) -> dict[str, Any]:
+    """What the user's flags say of a flag that is added, out of `others`: of two, vLLM takes the last one alone.
+
+    Raises:
+        UserError: it is no object of JSON.
+    """
+    name = "--" + flag.replace("-", "[-_]") + ("|-cc" if flag == "compilation-config" else "")
+    said: dict[str, Any] = {}
+    for i in reversed(range(len(others))):  # the last one first, which wins
+        if (found := re.fullmatch(rf"(?:{name})((?:\.\w+)*)(?:=(.*))?", others[i], re.DOTALL)) is None:
+            continue
+        text = found[2] if found[2] is not None else "".join(others[i + 1 : i + 2])
+        keys = found[1].split(".")[1:]
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        for key in reversed(keys):
+            value = {key: value}
+        if not isinstance(value, dict):
+            raise UserError(f"{others[i]} {text}: wanted an object of JSON, or {others[i]}.NAME VALUE")
+        said = _merged(value, said)
+        del others[i : i + (1 if found[2] is not None else 2)]
+    return said
+
+
+def _merged(first: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
+    """Both, objects inside of them too; of two other values the last."""
+    both = first | last
+    for name in first.keys() & last.keys():
+        if isinstance(first[name], dict) and isinstance(last[name], dict):
+            both[name] = _merged(first[name], last[name])
+    return both
 
 
 def main(arguments: Sequence[str]) -> int:

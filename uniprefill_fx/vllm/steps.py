@@ -72,13 +72,18 @@ class Steps:
 
     Args:
         config: the engine's options. count: called with each step that is over.
+        layers: the engine's layers by name, the one thing that its runner and its compiled model both hold.
 
     Attributes:
         drops: how many drops there are; 0: none, because of `reason`.
         warm_up: whether prompts that drop are run while the engine starts.
+        runner: what runs the model, once it has been seen. Dynamo holds a compiled model for as long as the process
+            lives, so it is the runner that tells whether the engine is still there.
     """
 
-    def __init__(self, config: PrefillConfig, count: Callable[[Step], None] | None = None) -> None:
+    def __init__(self, config: PrefillConfig, count: Callable[[Step], None] | None = None, layers: Any = None) -> None:
+        self.layers = layers
+        self.runner: Callable[[], Any] = lambda: None
         self.config, self.drops, self.reason = config, 0, "the model was not compiled"
         self.requests: dict[str, Request] = {}
         self.step: Step | None = None
@@ -201,6 +206,15 @@ def current() -> Steps | None:
     return _current[-1]() if _current else None
 
 
+def current_of(runner: Any) -> Steps | None:
+    """The same if that is the engine of a runner of vLLM; another one in this process is left as it is."""
+    steps = current()
+    if steps is None or runner.vllm_config.compilation_config.static_forward_context is not steps.layers:
+        return None
+    steps.runner = weakref.ref(runner)
+    return steps
+
+
 def install(steps: Steps) -> None:
     """Make `steps` those of the engine in this process.
 
@@ -208,10 +222,11 @@ def install(steps: Steps) -> None:
         RuntimeError: another engine in this process drops tokens: which one a step is of could not be told.
     """
     gc.collect()  # an engine that is gone leaves cycles
-    if current() is not None:
+    before = current()
+    if before is not None and before.runner() is not None:
         raise RuntimeError(
             "uniprefill: a second engine in one process asks for dropping; run each in a process of its own "
-            "(VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+            "(VLLM_ENABLE_V1_MULTIPROCESSING=1), or end the first one before (llm.llm_engine.engine_core.shutdown())"
         )
     _current[:] = [weakref.ref(steps)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,21 +25,33 @@ def sparse_attention(
         return (), ()
     full = [a for a in attention_nodes if a.is_prefill and a.full]
     if isinstance(config.sparse_layers, tuple):
-        layers = sorted({a.layer for a in full})
+        able = sorted({a.layer for a in full})
         for layer in config.sparse_layers:
-            if layer not in layers:
-                allowed = f"layers with full causal attention over the prompt, here {layers}"
+            if layer not in able:
+                allowed = f"layers with full causal attention over the prompt, here {able}"
                 raise OptionError("sparse_layers", list(config.sparse_layers), allowed, f"Layer {layer} has none.")
         full = [a for a in full if a.layer in config.sparse_layers]
     reasons = [(a, _reason(a)) for a in full]
     chosen = [a for a, reason in reasons if reason is None]
+    layers = sorted({a.layer for a in chosen})
     refusals = tuple(replace(r, layer=a.layer) for a, r in reasons if r is not None)
-    alphas = config.sparse_alpha
-    if isinstance(alphas, tuple) and len(alphas) != len(chosen):
-        allowed = f"a number, or a list of {len(chosen)}, one for each block-sparse layer"
-        raise OptionError("sparse_alpha", alphas, allowed, f"The list has {len(alphas)} values.")
-    specs = [_spec(config, alphas[i] if isinstance(alphas, tuple) else alphas) for i in range(len(chosen))]
+    alphas = alpha_by_layer(config.sparse_alpha, layers)
+    specs = [_spec(config, alphas[a.layer]) for a in chosen]
     return tuple(zip(chosen, specs, strict=True)), refusals if config.sparse_layers != "auto" else ()
+
+
+def alpha_by_layer(alphas: float | tuple[float, ...], layers: Sequence[int]) -> dict[int, float]:
+    """The alpha of each block-sparse layer, of which `layers` are the numbers in order.
+
+    Raises:
+        OptionError: a list that does not have one for each.
+    """
+    if not isinstance(alphas, tuple):
+        return dict.fromkeys(layers, alphas)
+    if len(alphas) != len(layers):
+        allowed = f"a number, or a list of {len(layers)}, one for each block-sparse layer, here {list(layers)}"
+        raise OptionError("sparse_alpha", alphas, allowed, f"The list has {len(alphas)} values.")
+    return dict(zip(layers, alphas, strict=True))
 
 
 def check_named_layers(attention_nodes: Iterable[AttentionNode], config: PrefillConfig) -> None:
