@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,12 @@ from uniprefill_fx.runtime.warn_once import forget_warnings
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the models are small: more threads only disturb one another
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rarely_collected() -> None:
+    """Tracing makes many objects that live, and Python would search them and all that was imported time and again."""
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,34 @@ def serve(
 
 def run(worker: str, folder: Path, asked: dict[str, Any], variables: Mapping[str, str] | None = None) -> Any:
     """What a worker answered in a process of its own, about the model in `folder`; else what it wrote, as a string."""
-    case, result = folder / "case.json", folder / "result.json"
-    result.unlink(missing_ok=True)
-    case.write_text(json.dumps({"model": str(folder)} | asked), "utf-8")
+    result, log = folder / "result.json", folder / "log.txt"
+    for file in (result, log):
+        file.unlink(missing_ok=True)
+    (folder / "case.json").write_text(json.dumps({"model": str(folder)} | asked), "utf-8")
+    forks = _forking(worker) if variables is None else _start(worker, variables)
+    assert forks.stdin is not None and forks.stdout is not None
+    forks.stdin.write(f"{folder}\n")
+    forks.stdin.flush()
+    forks.stdout.readline()
+    if variables is not None:  # which imports may have read
+        forks.communicate()
+    if result.exists():
+        return json.loads(result.read_text())
+    return log.read_text() if log.exists() else f"{worker} ended with {forks.poll()}"
+
+
+def _start(worker: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A worker, which ends with its standard input."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = dict(os.environ, PYTHONPATH=paths, OMP_WAIT_POLICY="PASSIVE") | dict(variables or {})
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / worker), str(case), str(result)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    return json.loads(result.read_text()) if result.exists() else done.stdout + done.stderr
+    environment = dict(os.environ, PYTHONPATH=paths, OMP_WAIT_POLICY="PASSIVE") | dict(variables)
+    command = [sys.executable, str(ROOT / "tests" / worker)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@cache
+def _forking(worker: str) -> subprocess.Popen[str]:
+    """The one that all cases without variables of their own are forked from."""
+    return _start(worker, {})
 
 
 def prompt(length: int, seed: int, vocabulary: int = 256) -> list[int]:

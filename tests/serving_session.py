@@ -1,6 +1,6 @@
 """A session of one request whose input goes on, in an engine of vLLM in a process of its own.
 
-    python serving_session.py case.json result.json
+    echo FOLDER | python serving_session.py      # as serving_worker.py
 
 The case: `model`, `options` (of `engine_args`), `turns` (each a list of token ids), `made` (tokens generated a turn).
 The result: by turn, what was generated, as [token, {token: log-probability}] each; and the steps, as tokens computed.
@@ -8,9 +8,6 @@ The result: by turn, what was generated, as [token, {token: log-probability}] ea
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import serving_worker  # sets the environment
@@ -46,5 +43,4 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.write_text(json.dumps(run(json.loads(source.read_text()))))
+    serving_worker.answer_each(run)

@@ -1,6 +1,6 @@
 """One engine of vLLM in a process of its own: runs requests by a schedule, and writes down what came out.
 
-    python serving_worker.py case.json result.json
+    echo FOLDER | python serving_worker.py      # reads FOLDER/case.json, writes FOLDER/result.json and FOLDER/log.txt
 
 The case: `model`, `engine` (keyword arguments of LLM), `options` (of `engine_args`; null: a stock engine), `requests`
 (id -> prompt, max_tokens, n, extra_args, add_at: the step before which it is added, abort_at or null).
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,28 @@ def exchanged(worker: Any) -> dict[str, Any]:
     return {"part": part.tolist(), "sum": ranks.summed(part).tolist(), "agreed": agreed}
 
 
+def answer_each(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer the case in each folder that standard input names, and say so by a line.
+
+    Each has a process of its own, forked from this one when nothing but imports has happened: they are most of the time
+    that a small engine takes.
+    """
+    from vllm import LLM  # noqa: F401
+
+    import uniprefill_fx.vllm  # noqa: F401
+
+    for line in sys.stdin:
+        if os.fork() == 0:
+            folder = Path(line.removesuffix("\n"))
+            log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            found = run(json.loads((folder / "case.json").read_text("utf-8")))
+            (folder / "result.json").write_text(json.dumps(found))
+            return
+        os.wait()
+        print(flush=True)
+
+
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.write_text(json.dumps(run(json.loads(source.read_text()))))
+    answer_each(run)

@@ -159,7 +159,8 @@ def test_case_12_a_static_cache_longer_than_the_prompt_stays_dense(name: str) ->
 
 
 def test_case_15_kept_counts_that_are_no_multiple_of_the_scan_chunk() -> None:
-    arch = ARCHS["falcon_h1"]
+    two = ARCHS["falcon_h1"].config | {"num_hidden_layers": 2}
+    arch = replace(ARCHS["falcon_h1"], config=two, drops=(0,))
     model, spec = arch.build(), DropSpec(arch.drops, p=0.7, block_size=8, last_n=30, sink_tokens=5)
     chunk = arch.config["mamba_chunk_size"]
     model.compile(backend="uniprefill", options=options_of(spec))

@@ -109,7 +109,7 @@ def twelve_lengths(model: Compiled, mark: Callable[[Tensor], None] = lambda ids:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("falcon_h1", "gemma2") else [])
+        pytest.param(name, marks=pytest.mark.slow if name in ("gemma3", "falcon_h1", "gemma2") else [])
         for name in (*BUILD, *QUICK)
     ],
 )

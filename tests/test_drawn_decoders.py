@@ -17,7 +17,7 @@ from torch import Tensor
 
 import uniprefill_fx
 
-QUICK, MANY = 14, 300
+QUICK, MANY = 9, 300
 DEPTH, LENGTH = 3, 197
 
 pytestmark = [

@@ -24,11 +24,6 @@ HYBRIDS_FIRST = pytest.mark.parametrize(
     [pytest.param(c, id=str(c), marks=pytest.mark.slow if "llama" in c.name else ()) for c in CASES],
     indirect=True,
 )
-GEMMA_FIRST = pytest.mark.parametrize(  # the other checkpoints are slow tests
-    "compiled",
-    [pytest.param(c, id=str(c), marks=() if "gemma" in c.name else pytest.mark.slow) for c in CASES],
-    indirect=True,
-)
 
 
 @pytest.fixture(scope="module", params=["position", pytest.param("index", marks=pytest.mark.slow)])
@@ -58,7 +53,8 @@ def test_generate(compiled: Compiled) -> None:
     check_generate(compiled, needle_ids(1111), 6)
 
 
-@GEMMA_FIRST
+@pytest.mark.slow
+@CHECKPOINTS
 def test_generate_with_a_mask_of_ones(compiled: Compiled) -> None:
     ids = needle_ids(1111)
     check_generate(compiled, ids, 12, attention_mask=torch.ones_like(ids))

@@ -59,6 +59,7 @@ def test_without_a_cache(compiled: Compiled) -> None:
     check_prefill(compiled, 1111, use_cache=False)
 
 
+@pytest.mark.slow
 @cases("sharp", TWO_LAYERS, None, LLAMA + GEMMA, p=(0.9, 0.8), **SHARP)
 def test_one_row_more_than_the_forced_ones(compiled: Compiled) -> None:
     """57 tokens: 24 sink and 32 last ones stay, one token may go. Gemma's windows are longer than the prompt."""
@@ -103,6 +104,7 @@ def test_a_drop_at_every_full_attention_layer(compiled: Compiled) -> None:
     check_prefill(compiled, 1111)
 
 
+@pytest.mark.slow
 @cases("top_k", TWO_LAYERS, None, LLAMA, selection="top_k", keep_ratio=(0.5, 0.25), **SHARP)
 def test_top_k(compiled: Compiled) -> None:
     check_prefill(compiled, 1301)
@@ -157,6 +159,7 @@ def test_dense_logits_of_all_positions(compiled: Compiled) -> None:
     check_prefill(compiled, 1111)  # and with logits_to_keep=1 the same model drops
 
 
+@pytest.mark.slow
 @cases("p1", TWO_LAYERS, None, LLAMA, p=1.0, **SHARP)
 def test_p_of_one_is_the_dense_model(compiled: Compiled) -> None:
     for length in (300, 1111):
