@@ -14,6 +14,7 @@ from transformers import masking_utils
 from transformers.cache_utils import EncoderDecoderCache
 
 from uniprefill_fx.frontends.cache import ADOPTED, adopt
+from uniprefill_fx.frontends.cache_argument import cache_of
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
 from uniprefill_fx.frontends.prompt_sizes import ask_for_symbols
 from uniprefill_fx.torch_internals import comptime
@@ -48,7 +49,7 @@ def _teach(name: str, function: Any) -> None:
             return original(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         shared = getattr(given.get("config"), "num_kv_shared_layers", None)
-        cache = _of_decoder(given.get("past_key_values"), given.get("config"))
+        cache = _of_decoder(cache_of(given), given.get("config"))
         adopt(cache, bool(shared))
         # Dynamo takes a tensor for an input of the graph when somebody looks at it.
         tensors = {argument: value for argument, value in given.items() if isinstance(value, torch.Tensor)}
@@ -82,7 +83,7 @@ def _annotated(mask: Any, given: dict[str, Any], maker: str) -> Any:
     Others are read like the mask of any model: chunks, whose beginning depends on the padding, prompts that may be
     packed in a row, masks that the user or the model brings.
     """
-    config, padding, cache = given["config"], given.get("attention_mask"), given.get("past_key_values")
+    config, padding, cache = given["config"], given.get("attention_mask"), cache_of(given)
     if maker == "create_chunked_causal_mask" or not isinstance(mask, torch.Tensor):
         return mask
     if any(given.get(argument) is not None for argument in CHANGES) or not getattr(config, "is_causal", True):

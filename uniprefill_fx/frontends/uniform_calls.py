@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from uniprefill_fx.frontends.cache_argument import NAMES, cache_of
 from uniprefill_fx.torch_internals import compile_call, has_hooks, set_compiled_call
 
 # What callers of transformers' decoders pass or leave out; to leave it out means its default, None or a number.
-USUAL = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+USUAL = ("attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep")
 
 
 class UniformCalls:
@@ -43,7 +44,7 @@ class UniformCalls:
         uniform = None if has_hooks(self.module) else self._uniform(args, kwargs)  # hooks see how a call is written
         if uniform is not None:
             args, kwargs = (), uniform
-        return (self.steps if _is_step(kwargs.get("past_key_values")) else self.prompts)(*args, **kwargs)
+        return (self.steps if _is_step(cache_of(kwargs)) else self.prompts)(*args, **kwargs)
 
     def _uniform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The same call by keywords, with usual defaults spelled out; None where that could mean something else."""

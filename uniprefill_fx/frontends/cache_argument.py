@@ -1,0 +1,23 @@
+"""The name of a cache among the arguments and outputs of transformers' models: `past_key_values`, from 5.24 on `cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NAMES = ("cache", "past_key_values")  # newer versions give an output both names, and warn of the older one
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments by name, or None. Traced by Dynamo."""
+    cache = arguments.get("cache")
+    return arguments.get("past_key_values") if cache is None else cache
+
+
+def returned_cache(output: Any) -> dict[str, Any]:
+    """The cache that a call returned, by the name under which the next call takes it; empty where there is none."""
+    for name in NAMES:
+        cache = getattr(output, name, None)
+        if cache is not None:
+            return {name: cache}
+    return {}
