@@ -1,4 +1,4 @@
-"""The name of a cache among the arguments and outputs of transformers' models: `past_key_values`, from 5.24 on `cache`."""
+"""The cache among the arguments and outputs of transformers' models: `past_key_values`, from 5.24 on `cache`."""
 
 from __future__ import annotations
 

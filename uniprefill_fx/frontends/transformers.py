@@ -13,7 +13,7 @@ import torch
 from transformers import masking_utils
 from transformers.cache_utils import EncoderDecoderCache
 
-from uniprefill_fx.frontends.cache import ADOPTED, adopt
+from uniprefill_fx.frontends.cache import ADOPTED, adopt, holds_keys
 from uniprefill_fx.frontends.cache_argument import cache_of
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
 from uniprefill_fx.frontends.prompt_sizes import ask_for_symbols
@@ -67,10 +67,7 @@ def _of_decoder(cache: Any, config: Any) -> Any:
 
 def _is_first(cache: Any) -> bool:
     """Whether a call is the first one: it has no cache, or one that we know and that holds no keys yet."""
-    if cache is None:
-        return True
-    # layers of states have no such flag
-    return type(cache) in ADOPTED and not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
+    return cache is None or (type(cache) in ADOPTED and not holds_keys(cache))
 
 
 # Further arguments that change what a mask lets through.

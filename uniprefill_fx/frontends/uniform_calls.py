@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from uniprefill_fx.frontends.cache import holds_keys
 from uniprefill_fx.frontends.cache_argument import NAMES, cache_of
 from uniprefill_fx.torch_internals import compile_call, has_hooks, set_compiled_call
 
@@ -44,7 +45,8 @@ class UniformCalls:
         uniform = None if has_hooks(self.module) else self._uniform(args, kwargs)  # hooks see how a call is written
         if uniform is not None:
             args, kwargs = (), uniform
-        return (self.steps if _is_step(cache_of(kwargs)) else self.prompts)(*args, **kwargs)
+        # Whether a call is a step decides where its graph is kept, never what it computes.
+        return (self.steps if holds_keys(cache_of(kwargs)) else self.prompts)(*args, **kwargs)
 
     def _uniform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The same call by keywords, with usual defaults spelled out; None where that could mean something else."""
@@ -100,11 +102,6 @@ def _says_the_default(module: nn.Module, kwargs: Mapping[str, Any], defaults: Ma
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return all(getattr(c, "return_dict", None) is True for c in (config, text))
-
-
-def _is_step(cache: Any) -> bool:
-    """Whether a cache of transformers' holds something. It decides where a graph is kept, never what it computes."""
-    return any(getattr(layer, "is_initialized", False) for layer in getattr(cache, "layers", ()))
 
 
 def _usual_strides(value: Any) -> Any:
