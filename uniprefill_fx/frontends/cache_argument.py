@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NAMES = ("cache", "past_key_values")  # newer versions give an output both names, and warn of the older one
+NEWER, OLDER = "cache", "past_key_values"
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
     """The cache among a call's arguments by name, or None. Traced by Dynamo."""
-    cache = arguments.get("cache")
-    return arguments.get("past_key_values") if cache is None else cache
+    cache = arguments.get(NEWER)
+    return arguments.get(OLDER) if cache is None else cache
 
 
 def returned_cache(output: Any) -> dict[str, Any]:
     """The cache that a call returned, by the name under which the next call takes it; empty where there is none."""
-    for name in NAMES:
+    for name in (NEWER, OLDER):  # newer versions have both, and warn of the older one
         cache = getattr(output, name, None)
         if cache is not None:
             return {name: cache}

@@ -11,18 +11,18 @@ limit, so that however many kinds of prompts there are, a step finds room.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import signature
+from inspect import getclosurevars, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from uniprefill_fx.frontends.cache import holds_keys
-from uniprefill_fx.frontends.cache_argument import NAMES, cache_of
+from uniprefill_fx.frontends.cache_argument import NEWER, OLDER, cache_of
 from uniprefill_fx.torch_internals import compile_call, has_hooks, set_compiled_call
 
 # What callers of transformers' decoders pass or leave out; to leave it out means its default, None or a number.
-USUAL = ("attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep")
+USUAL = ("attention_mask", "position_ids", NEWER, OLDER, "use_cache", "logits_to_keep")
 
 
 class UniformCalls:
@@ -38,6 +38,7 @@ class UniformCalls:
         self.forward: Any = None  # whose defaults are known
         self.defaults: dict[str, Any] = {}
         self.positional: list[str] = []  # those of `defaults` that may be given without their names
+        self.renames = False  # whether a cache may come by its older name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the model is a part of what is compiled
@@ -55,6 +56,8 @@ class UniformCalls:
             return None
         if _says_the_default(self.module, kwargs, defaults):
             kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        if self.renames and OLDER in kwargs and NEWER not in kwargs:
+            kwargs = {NEWER if name == OLDER else name: value for name, value in kwargs.items()}
         named = dict(zip(self.positional, args, strict=False)) | kwargs
         # A keyword that `forward` does not name may be read by a decorator of it.
         if len(named) < len(args) + len(kwargs) or not named.keys() <= defaults.keys():
@@ -76,6 +79,7 @@ class UniformCalls:
             known = not nameless and _is_of_transformers(forward)
             self.defaults = {p.name: p.default for p in every} if known else {}
             self.positional = [p.name for p in every if p.kind is not p.KEYWORD_ONLY]
+            self.renames = known and _renames_cache(forward)
             self.forward = forward
         return self.defaults
 
@@ -93,6 +97,16 @@ def _is_of_transformers(function: Any) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
+
+
+def _renames_cache(function: Any) -> bool:
+    """Whether a decorator of transformers, `deprecate_kwarg`, hands a cache of the older name on by the newer one."""
+    while function is not None:
+        held = getclosurevars(function).nonlocals
+        if (held.get("old_name"), held.get("new_name")) == (OLDER, NEWER):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _says_the_default(module: nn.Module, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
