@@ -146,7 +146,7 @@ def exchanged(worker: Any) -> dict[str, Any]:
 
     from uniprefill_fx.vllm import ranks
 
-    part = torch.rand(3, 70, generator=torch.Generator().manual_seed(worker.rank))
+    part = torch.rand(3, 70, generator=torch.Generator().manual_seed(worker.rank)).to(worker.device)
     agreed = [ranks.agree("the same"), ranks.agree(f"that of {worker.rank}")]
     return {"part": part.tolist(), "sum": ranks.summed(part).tolist(), "agreed": agreed}
 

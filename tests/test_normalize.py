@@ -171,10 +171,109 @@ def into_zeros(x: Tensor) -> Tensor:
     return y
 
 
+def fill(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:] = x.sin()
+    return out * 2
+
+
+def fill_up_to_its_length(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, : x.shape[1], ...] = x.sin()
+    return out * 2
+
+
+def fill_with_what_is_written_later(x: Tensor) -> tuple[Tensor, Tensor]:
+    out, value = torch.empty_like(x), x.sin()
+    out[:] = value
+    value += 1
+    return out, value
+
+
+def fill_with_other_strides(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[...] = x.sin().mT.contiguous().mT
+    return out.view(-1)
+
+
+def fill_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.zeros_like(x)
+    out[:] = x.sin()
+    between = out + 1
+    out[:] = x.cos()
+    return between, out
+
+
+FILLED = {
+    fill: 1, fill_up_to_its_length: 1, fill_with_what_is_written_later: 2, fill_with_other_strides: 1, fill_twice: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FILLED)
+def test_a_buffer_that_is_filled_becomes_what_fills_it(function: Callable[..., Any]) -> None:
+    gm, count = applied(functionalize, function, X.clone())
+    assert count == FILLED[function] and "setitem" not in calls(gm)
+
+
+def fill_a_part(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, : x.shape[1] - 1] = x[:, 1:]
+    return out
+
+
+def fill_backwards(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[0, :] = x[0].flip(0)
+    return out
+
+
+def fill_with_a_row(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:] = x[:, 0]
+    return out
+
+
+def fill_with_another_type(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:] = x.half()
+    return out
+
+
+def fill_where_a_view_is_read(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    row = out[:, 0]
+    out[:] = x.sin()
+    return row * 2
+
+
+def fill_a_view(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    row = out[0]
+    row[:] = x[0].sin()
+    return out
+
+
+def fill_the_input(x: Tensor) -> Tensor:
+    x[:] = x.sin()
+    return x * 2
+
+
+NOT_FILLED = [
+    fill_a_part, fill_backwards, fill_with_a_row, fill_with_another_type, fill_where_a_view_is_read, fill_a_view,
+    fill_the_input,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", NOT_FILLED)
+def test_other_stores_stay(function: Callable[..., Any]) -> None:
+    gm, count = applied(functionalize, function, X.clone())
+    assert count == 0 and "setitem" in calls(gm)
+
+
 CHAINS = [of_a_view, in_a_chain, of_a_view_in_a_chain, of_the_input_in_a_chain, behind_a_write_that_stays, into_zeros]
 
 
-@pytest.mark.parametrize("function", CHAINS)
+@pytest.mark.parametrize("function", [*CHAINS, *FILLED, *NOT_FILLED])
 def test_no_write_of_a_chain_is_lost(function: Callable[..., Any]) -> None:
     applied(functionalize, function, X.clone())
     got, want = X.clone(), X.clone()

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serving_cases import OPTIONS, check, compare, prompt, serve
+from test_serving_ranks import split
 from tiny import tiny_llama
 
 pytestmark = [
@@ -28,7 +30,11 @@ ENGINE: dict[str, Any] = {
 }
 GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY"}
 FLOAT32 = {"attention_backend": "TRITON_ATTN", "dtype": "float32"}
-VARIABLES = {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+VARIABLES = {
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not to be had on every host
+}
 
 
 def requests() -> dict[str, Any]:
@@ -69,6 +75,15 @@ def test_float32(graphs: bool, runner: str, inner: str, model: Any, tmp_path: Pa
     assert check(model, served, requests(), options, tolerance=5e-4) >= 5
     assert served["replays"] >= 64 if graphs else served["replays"] == 0
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_keep_the_same_rows(model: Any, tmp_path: Path) -> None:
+    """Tensor parallelism with CUDA graphs: the heads of one layer lie on two cards."""
+    options = OPTIONS | {"inner_backend": "inductor"}
+    served = split(tmp_path, requests(), options, variables=VARIABLES, **(ENGINE | FLOAT32 | GRAPHS))
+    assert check(model, served, requests(), options, tolerance=5e-4) >= 5
+    assert [rank["agreed"] for rank in served["ranks"]] == [[True, False]] * 2
 
 
 def test_flash_attention_rounds_no_more_than_without_drops(tmp_path: Path) -> None:

@@ -148,9 +148,11 @@ def test_options_are_checked_before_an_engine_is_built() -> None:
 
 
 def test_inductor_compiles_as_the_engine_says() -> None:
-    engine = SimpleNamespace(inductor_compile_config={"size_asserts": False, "combo_kernels": True})
-    config = PrefillConfig.from_options({"inner_options": {"combo_kernels": False}})
-    assert dict(as_engine_compiles(config, engine).inner_options or {}) == {"size_asserts": False, "combo_kernels": False}
+    engine = SimpleNamespace(
+        inductor_compile_config={"size_asserts": False, "max_autotune": True, "combo_kernels": True}
+    )
+    config = as_engine_compiles(PrefillConfig.from_options({"inner_options": {"max_autotune": False}}), engine)
+    assert dict(config.inner_options or {}) == {"size_asserts": False, "max_autotune": False}
     eager = PrefillConfig.from_options({"inner_backend": "eager"})
     assert as_engine_compiles(eager, engine).inner_options is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,20 @@ def with_linears(make: Callable[[nn.Linear], nn.Module]) -> Any:
     return model.eval()
 
 
+def into_buffer(attend: Callable[..., Any], hidden_states: Tensor, **given: Any) -> Any:
+    """Attention that writes into a buffer of all tokens, which was made before it ran."""
+    output = torch.empty_like(hidden_states)
+    output[:, : hidden_states.shape[1]], weights = attend(hidden_states=hidden_states, **given)
+    return output, weights
+
+
+def with_buffers() -> Any:
+    model = tiny_llama(2)
+    for layer in model.model.layers:
+        layer.self_attn.forward = functools.partial(into_buffer, layer.self_attn.forward)
+    return model
+
+
 def with_torchao() -> Any:
     quantization = pytest.importorskip("torchao.quantization")
     model = tiny_llama(2)
@@ -70,6 +85,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "adapters": lambda: with_linears(Adapted),
     "int8": lambda: with_linears(Int8),
     "torchao": with_torchao,
+    "buffers": with_buffers,
 }
 
 

@@ -14,7 +14,9 @@ from uniprefill_fx.option_checks import InnerOptions
 BACKEND = "uniprefill_fx.vllm.backend"
 GRAPHS = "FULL_DECODE_ONLY"
 """vLLM's mode of CUDA graphs in which steps of one token a request are captured, and no others."""
-AUTO_V2 = "enable_auto_functionalized_v2"
+NOT_TAKEN = ("enable_auto_functionalized_v2", "combo_kernels", "benchmark_combo_kernel")
+"""Settings of Inductor with which vLLM compiles a layer at a time, and that do not suit a model's whole graph: writes
+into views would be copied, and trying combined kernels takes long and found none to combine."""
 OLDEST, NEWEST = (0, 24), (0, 32)
 """The versions of vLLM whose ends are tested."""
 
@@ -77,15 +79,15 @@ def config_of(vllm_config: Any) -> PrefillConfig:
 
 
 def as_engine_compiles(config: PrefillConfig, compilation_config: Any) -> PrefillConfig:
-    """The options with Inductor set as the engine's `inductor_compile_config` says; `inner_options` go before it.
+    """The options with Inductor set as the engine's `inductor_compile_config` says; `inner_options` go before it,
+    and alone say what is `NOT_TAKEN`.
 
     Without that, what a user writes there is lost, and torch 2.11 checks the strides of every weight before a step's
     first kernel is launched, which vLLM has switched off.
     """
     if config.inner_backend != "inductor":
         return config
-    # AUTO_V2: vLLM switches it off for its own passes, which do not run here; off, writes into views are copied.
-    engine = {k: v for k, v in compilation_config.inductor_compile_config.items() if k != AUTO_V2}
+    engine = {k: v for k, v in compilation_config.inductor_compile_config.items() if k not in NOT_TAKEN}
     return dataclasses.replace(config, inner_options=InnerOptions({**engine, **(config.inner_options or {})}))
 
 

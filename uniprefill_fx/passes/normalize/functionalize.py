@@ -5,22 +5,25 @@ afterwards, `mlp + attn` is the same. Before::
 
     out = operator.iadd(mlp, attn)
     scores.masked_fill_(hidden, -inf)           # and `scores` is read below
+    buffer[:] = o_proj(attn)                    # and `buffer` is
 
 After::
 
     out = operator.add(mlp, attn)
     scores_1 = scores.masked_fill(hidden, -inf)      # and `scores_1` is
+    buffer_1 = o_proj(attn).clone()                  # and `buffer_1` is
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from uniprefill_fx.passes.dataflow import aliases
-from uniprefill_fx.passes.node_utils import meta, shape
+from uniprefill_fx.passes.node_utils import expression, meta, shape
 
 PLAIN = {
     operator.iadd: operator.add,
@@ -32,10 +35,13 @@ METHODS = {"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": 
 
 
 def functionalize(gm: fx.GraphModule) -> int:
-    """Replace in-place arithmetic whose target has no other name, in place; returns how many."""
+    """Replace in-place operations whose target has no other name, in place; returns how many."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     replaced = 0
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
+        if _fills(node):
+            replaced += _clone_instead(gm.graph, node, order)
+            continue
         methods = node.op == "call_method" and node.target in METHODS
         if not (methods or (node.op == "call_function" and node.target in PLAIN)) or not _keeps_type(node):
             continue
@@ -49,6 +55,50 @@ def functionalize(gm: fx.GraphModule) -> int:
     if replaced:
         gm.recompile()
     return replaced
+
+
+def _fills(node: fx.Node) -> bool:
+    """Whether a node stores a tensor into the whole of another one of its shape and type: `target[:] = value`."""
+    if node.op != "call_function" or node.target is not operator.setitem:
+        return False
+    into, index, source = node.args
+    if not (isinstance(into, fx.Node) and isinstance(source, fx.Node)):
+        return False
+    target, value = meta(into), meta(source)
+    if not (isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.is_contiguous()):
+        return False
+    parts = index if isinstance(index, tuple) else (index,)
+    if parts and parts[-1] is Ellipsis:
+        parts = parts[:-1]
+    same = shape(into) == shape(source) and (target.dtype, target.device) == (value.dtype, value.device)
+    return same and len(parts) <= target.ndim and all(map(_is_whole, parts, target.shape))
+
+
+def _is_whole(part: Any, size: Any) -> bool:
+    """Whether an index of one dimension takes all of it."""
+    if not isinstance(part, slice) or part.start not in (None, 0) or part.step not in (None, 1):
+        return False
+    stop = meta(part.stop) if isinstance(part.stop, fx.Node) else part.stop
+    return stop is None or (isinstance(stop, int | torch.SymInt) and expression(stop) == expression(size))
+
+
+def _clone_instead(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Let who reads the filled tensor later read a copy of what fills it; whether that could be done.
+
+    A copy, as the tensor, or what fills it, may be written once more.
+    """
+    target, _, value = node.args
+    later = _read_later(node, order)
+    if later is None:
+        return False
+    with graph.inserting_before(node):
+        copy = graph.call_method("clone", (value,), {"memory_format": torch.contiguous_format})
+    assert isinstance(target, fx.Node)
+    copy.meta, order[copy] = dict(target.meta), order[node]
+    for user in later:
+        user.replace_input_with(target, copy)
+    graph.erase_node(node)
+    return True
 
 
 def _keeps_type(node: fx.Node) -> bool:
@@ -67,17 +117,16 @@ def _keeps_type(node: fx.Node) -> bool:
 
 
 def _read_later(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
-    """Who reads the target after the write; None if it has another name that is read then, or was there before.
+    """Who reads the target after the write; None if it had another name before, by which it is read then.
 
-    Other names are views, and the results of earlier writes that stay in place.
+    Other names are views, and the results of earlier writes that stay in place. A name made after the write is made by
+    one of those who read the target.
     """
     target = node.args[0]
     if not isinstance(target, fx.Node):
         return None
-    later: list[fx.Node] = []
     for alias in aliases(target, without=node):
-        readers = [user for user in alias.users if user is not node and order[user] > order[node]]
-        if alias.op in ("placeholder", "get_attr") or (readers and alias is not target):
+        earlier = alias is not target and order[alias] < order[node]
+        if alias.op in ("placeholder", "get_attr") or (earlier and any(order[n] > order[node] for n in alias.users)):
             return None
-        later += readers
-    return later
+    return [user for user in target.users if order[user] > order[node]]
