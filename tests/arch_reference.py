@@ -144,7 +144,7 @@ def _mixer(run: _Run, module: nn.Module, new_cache: Callable[[], Any]) -> Iterat
     """
     original = module.forward
     names = inspect.signature(original).parameters
-    cache_name = next(name for name in ("cache_params", "past_key_values") if name in names)
+    cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         alive, cache = run.alive(run.layer_of[module]), new_cache()

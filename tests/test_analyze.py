@@ -199,3 +199,18 @@ def test_numbers_of_blocks_that_are_padded(causal: bool) -> None:
     (found,) = find_attention_nodes(trace(step, torch.randn(1, 2, 7, 8), torch.randn(1, 2, 40, 8))[0].graph)
     assert (found.spec is not None and found.full) == causal
     assert causal or (found.refusal is not None and found.refusal.category is Category.NON_CAUSAL)
+
+
+@pytest.mark.parametrize("cast, heads", [(False, 2), (True, 4)])
+def test_keys_and_values_are_taken_before_they_are_repeated_or_both_after(cast: bool, heads: int) -> None:
+    """Flint casts repeated keys, and does not cast values."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = (1, 2, 2, q.shape[2], 8)
+        keys, values = (x[:, :, None].expand(shared).reshape(q.shape) for x in (k, v))
+        return F.scaled_dot_product_attention(q, keys.float() if cast else keys, values, is_causal=True)
+
+    gm, _ = trace(attend, torch.randn(1, 4, 12, 8), *(torch.randn(1, 2, 12, 8) for _ in range(2)))
+    (found,) = find_attention_nodes(gm.graph)
+    assert found.spec is not None
+    assert [x.meta["example_value"].shape[1] for x in (found.k, found.v)] == [heads, heads]

@@ -149,7 +149,9 @@ def test_case_12_a_static_cache_longer_than_the_prompt_stays_dense(name: str) ->
     model, ids = compiled(name), token_ids(100)
     caches = [StaticCache(config=model.stock.config, max_cache_len=150) for _ in range(2)]
     out, done = model.prefill(ids, logits_to_keep=1, past_key_values=caches[0])
-    assert not done.dropped and done.reason is not None and "DynamicCache" in done.reason.hint, str(done)
+    assert not done.dropped and done.reason is not None, str(done)
+    # transformers 5.24 makes another mask for such a cache, which is understood; then it is the writes that are not
+    assert "DynamicCache" in done.reason.hint or done.reason.category.value == "mutation-across-cut", str(done)
     assert_near(out.logits, model.dense(ids, logits_to_keep=1, past_key_values=caches[1]).logits)
     for seed in range(3):
         more = token_ids(1, seed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import types
 import warnings
 from typing import Any
 
@@ -12,10 +14,10 @@ import torch
 import transformers
 from arch_builders import DEEPSEEK, FALCON, INDEXER, SIZED
 from arch_measure import Measure, prompt_ids
-from eager_reference import DropSpec
+from eager_reference import DropSpec, EagerReference
 from exactness import TIE, assert_differs, assert_dropped, assert_near, options_of
 from plain_reference import _Attention as HiddenKeys
-from tiny import tiny_llama, token_ids
+from tiny import LLAMA, tiny_llama, token_ids
 from torch import Tensor, nn
 
 import uniprefill_fx
@@ -53,6 +55,22 @@ def test_falcon_with_alibi(masked: bool) -> None:
     assert call is not None and call.dropped and torch.equal(call.kept_indices[0], reference.kept[0]), str(call)
     assert_near(got, want)
     assert_differs(got, stock(ids).logits[:, -1])
+
+
+@torch.inference_mode()
+def test_a_decorator_around_forward_hides_no_layers() -> None:
+    """`wrapped(*args)`, as transformers writes since 5.24: Dynamo names the model as an argument's first element."""
+    model, ids = tiny_llama(), token_ids(300)
+    forward = type(model).forward
+    wrapped = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    model.forward = types.MethodType(wrapped, model)
+    model.compile(backend="uniprefill", options=options_of(LLAMA))
+    with pytest.warns(UserWarning, match="outputs of all positions"):
+        got = model(ids).logits
+    want = EagerReference(tiny_llama(), LLAMA).prefill(ids)
+    call = uniprefill_fx.last_call()
+    assert call is not None and call.dropped, str(call)
+    assert_near(got, want.logits)
 
 
 def nested(x: Tensor, tables: Any) -> Tensor:

@@ -40,9 +40,11 @@ def test_the_annotation_is_what_the_reader_finds(
     name: str, sliding: bool, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agreed: list[tuple[Any, ...]] = []
+    masks: set[fx.Node] = set()
     known = kinds.known_kind
 
     def compared(mask: fx.Node) -> kinds.MaskKind | None:
+        masks.add(mask)
         said = known(mask)
         if said is not None:
             source: Any = mask.args[0]
@@ -64,6 +66,9 @@ def test_the_annotation_is_what_the_reader_finds(
     if name == "gpt_oss" and call != "prompt":
         # With padding it is indexed, which does not tie the lengths of the mask and of the prompt: it is read. Without
         # a cache the model hands no positions over, so that transformers looks for no packed prompts either.
+        return
+    if not masks:  # newer versions make none where causal attention hides all that is to be hidden
+        assert (name, call) == ("llama", "prompt")
         return
     assert bool(agreed) == (call != "packed"), "prompts that may be packed are read, all others are known"
     assert {window is not None for _, window, *_ in agreed} >= ({True} if sliding and agreed else set())

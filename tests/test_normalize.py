@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from traced import assert_same_values, calls, trace
 
-from uniprefill_fx.passes.node_utils import copy_module
+from uniprefill_fx.passes.node_utils import copy_module, decoder_layer, module_path
 from uniprefill_fx.passes.normalize.attention_form import unify_attention_form
 from uniprefill_fx.passes.normalize.causal_buffers import MARK, CausalBuffer, mark_causal_buffers
 from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
 from uniprefill_fx.passes.normalize.fold_constants import fold_constants
 from uniprefill_fx.passes.normalize.functionalize import functionalize
+from uniprefill_fx.passes.normalize.module_names import name_from_self
 
 Pass = Callable[[fx.GraphModule], int]
 X = torch.arange(24.0).reshape(1, 12, 2) / 10
@@ -31,6 +33,48 @@ def applied(one: Pass, function: Callable[..., Any], *inputs: Any, **how: Any) -
     gm.graph.lint()
     assert_same_values(before, gm, given)
     return gm, count
+
+
+# -- module names -----------------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapped
+
+
+class Decorated(Layers):
+    forward = decorated(Layers.forward)
+
+
+def places(gm: fx.GraphModule) -> list[tuple[str, int | None]]:
+    """Every module that a node is in, and the layer that it is taken for."""
+    return list(dict.fromkeys((module_path(node), decoder_layer(node)) for node in gm.graph.nodes if module_path(node)))
+
+
+@pytest.mark.parametrize("model, renamed", [(Layers, False), (Decorated, True)])
+def test_modules_are_named_from_the_model(model: type[Layers], renamed: bool) -> None:
+    gm, count = applied(name_from_self, model(), X)
+    assert (count > 0) == renamed and places(gm) == [("layers.0", 0), ("layers.1", 1)]
+
+
+def test_layers_that_are_arguments_keep_their_numbers() -> None:
+    gm, count = applied(name_from_self, lambda *args: args[1](args[0](args[2])), nn.Linear(2, 2), nn.Linear(2, 2), X)
+    assert count == 0 and places(gm) == [("args.0", 0), ("args.1", 1)]
 
 
 # -- fold constants ---------------------------------------------------------------------------------------------------

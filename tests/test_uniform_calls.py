@@ -13,6 +13,7 @@ from eager_reference import EagerReference
 from exactness import assert_dropped, assert_near, options_of
 from tiny import token_ids
 from torch import Tensor, nn
+from transformers.utils.deprecation import deprecate_kwarg
 
 import uniprefill_fx
 from uniprefill_fx.frontends.uniform_calls import UniformCalls
@@ -71,6 +72,20 @@ def test_one_form(args: Any, kwargs: Any) -> None:
     got, named = reached(decoder, *args, **kwargs)
     assert got == () and list(named) == ["input_ids", "attention_mask", "use_cache", "logits_to_keep"]
     assert named["input_ids"] is X and named["attention_mask"] is Y and named["use_cache"] is None
+
+
+def newer(input_ids: Any, cache: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+    return input_ids
+
+
+@pytest.mark.usefixtures("of_transformers")
+def test_a_cache_by_its_older_name() -> None:
+    """transformers 5.24 takes both names; a function without its decorator gets what the caller wrote."""
+    both = deprecate_kwarg("past_key_values", "99.0", new_name="cache")(newer)
+    for call in ({"past_key_values": Y}, {"cache": Y}):
+        assert reached(both, X, **call) == ((), {"input_ids": X, "cache": Y, "use_cache": None})
+        assert reached(newer, X, past_key_values=Y) == ((X,), {"past_key_values": Y})
+    assert reached(both, X, past_key_values=X, cache=Y) == ((X,), {"past_key_values": X, "cache": Y})
 
 
 def packed(*args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,7 @@ from uniprefill_fx.passes.normalize.dtensors import plain_dtensors
 from uniprefill_fx.passes.normalize.expand_layer_ops import expand_layer_ops
 from uniprefill_fx.passes.normalize.fold_constants import fold_constants
 from uniprefill_fx.passes.normalize.functionalize import functionalize
+from uniprefill_fx.passes.normalize.module_names import name_from_self
 from uniprefill_fx.passes.rewrite.drop_tokens import drop_tokens
 from uniprefill_fx.passes.rewrite.extract import extract
 from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
@@ -150,7 +151,8 @@ Step = Callable[[Compilation], Any]
 NORMALIZE: tuple[tuple[str, Step], ...] = (
     # Before anything: eager code calls what the model wrote, not its normal form.
     ("eager reader", _eager_reader),
-    # Numbers first: every later pass compares sizes and scales.
+    ("module names", lambda c: name_from_self(c.gm)),  # any pass may ask for the layer of a node
+    # Numbers first: all that follow compare sizes and scales.
     ("fold constants", lambda c: fold_constants(c.gm)),
     # Needs numbers for dtypes. The plan refuses writes across a drop, so those that nobody else sees go before it.
     ("functionalize", lambda c: functionalize(c.gm)),
@@ -246,8 +248,7 @@ def _prefill(c: Compilation) -> Prefill:
     steps = list(zip(c.pieces, c.prompts.pieces(c.pieces), strict=True))
     sequence_ids = extract(c.gm, c.plan.sequence_ids)
     dense = c.prompts.whole(_lowered(c), "dense")
-    auto_blocks = c.config.block_size == "auto"
-    how = (c.config.min_tokens, sequence_ids, auto_blocks, c.eager_reader, agreement)
+    how = (c.config.min_tokens, sequence_ids, c.config.block_size == "auto", c.eager_reader, agreement)
     return Prefill(c.plan, c.after, steps, dense, *how)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -240,6 +241,19 @@ class CompactHybridLayer(CompactLayer, LinearAttentionAndFullAttentionLayer):  #
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)
         CompactLayer.crop(self, tokens_to_remove)
+
+
+# Newer versions (5.24) have such a layer where a decoder layer keeps nothing; it always says that it is initialized.
+NO_LAYER = getattr(cache_utils, "DummyLayer", None)
+
+
+def holds_keys(cache: Any) -> bool:
+    """Whether something was written to a cache of transformers'. Traced by Dynamo.
+
+    Layers that hold states only have no such flag, and do not count.
+    """
+    layers = getattr(cache, "layers", ())
+    return any(getattr(layer, "is_initialized", False) and type(layer) is not NO_LAYER for layer in layers)
 
 
 ADOPTED: set[type] = {DynamicCache}  # and those of its subclasses that keep keys and values as it does

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from uniprefill_fx.frontends.cache import ADOPTED
+from uniprefill_fx.frontends.cache_argument import cache_of
 from uniprefill_fx.frontends.mixers import register_mixer, replace_method
 
 
@@ -49,7 +50,7 @@ def install(modeling: Any) -> None:
     def traced(
         self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        cache = rest[0] if rest else kwargs.get("past_key_values")
+        cache = rest[0] if rest else cache_of(kwargs)
         if cache is not None and cache.get_linear_cache(self.layer_idx) is not None:
             later: tuple[Tensor, Tensor] = original(
                 self, hidden_states, position_embeddings, attention_mask, *rest, **kwargs

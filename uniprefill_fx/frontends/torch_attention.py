@@ -27,8 +27,8 @@ def fused_attention(node: fx.Node) -> AttentionNode | None:
         return None
     bound = _bind(node)
     mask = _mask(bound)
-    q, k, v = (_unrepeat(bound[name]) for name in ("query", "key", "value"))
-    return _attention(node, q, k, v, mask, frozenset({node}), scale=bound["scale"])
+    k, v = _unrepeated(bound["key"], bound["value"])
+    return _attention(node, bound["query"], k, v, mask, frozenset({node}), scale=bound["scale"])
 
 
 @register_reader
@@ -49,7 +49,7 @@ def spelled_out_attention(node: fx.Node) -> AttentionNode | None:
     found = read_explicit_attention(node) if name_of(node) == "softmax" else None
     if found is None:
         return None
-    q, k, v = found.q, _unrepeat(found.k), _unrepeat(found.v)
+    q, (k, v) = found.q, _unrepeated(found.k, found.v)
     queries, keys = meta(q).shape[2], meta(k).shape[2]
     masks: list[tuple[fx.Node, bool]] = []
     bias = found.bias
@@ -83,7 +83,7 @@ def _attention(
 ) -> AttentionNode:
     if mask.bias is not None:
         terms["bias"] = mask.bias
-    _check_heads(q, k, terms)
+    _check_heads(q, k, v, terms)
     spec = AttentionSpec(
         window=mask.window,
         chunk=mask.chunk,
@@ -108,14 +108,18 @@ def _attention(
     )
 
 
-def _check_heads(q: fx.Node, k: fx.Node, terms: Mapping[str, Any]) -> None:
-    """Check that a bias has a row for each head: it is not broadcast later.
+def _check_heads(q: fx.Node, k: fx.Node, v: fx.Node, terms: Mapping[str, Any]) -> None:
+    """Check that keys and values have as many heads, and that a bias has a row for each: it is not broadcast later.
 
     Raises:
-        RefusalError: heads share it, or an axis of heads is not found in it.
+        RefusalError: heads share a bias, or an axis of heads is not found in it; or there are other heads of values.
     """
-    q_shape, k_shape = shape(q), shape(k)
-    assert q_shape is not None and k_shape is not None
+    q_shape, k_shape, v_shape = shape(q), shape(k), shape(v)
+    assert q_shape is not None and k_shape is not None and v_shape is not None
+    if k_shape[1] != v_shape[1]:
+        raise refuse(
+            Category.ATTENTION, f"{k_shape[1]} heads of keys and {v_shape[1]} of values", "such a layer stays dense"
+        )
     count, keys = q_shape[1], k_shape[2]
     bias = shape(term) if isinstance(term := terms.get("bias"), fx.Node) else None
     if bias is not None:
@@ -180,6 +184,13 @@ def _classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr, k: fx.
             raise
         hint = "tokens are dropped with transformers' DynamicCache only: leave out cache_implementation"
         raise refuse(Category.PAST, f"{queries} queries over {keys} keys of another cache", hint) from error
+
+
+def _unrepeated(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """K and V before they were repeated; as they are where only one is seen to be (Flint casts its repeated keys)."""
+    own = _unrepeat(k), _unrepeat(v)
+    heads = [(shape(node) or (None, None))[1] for node in own]
+    return own if heads[0] == heads[1] else (k, v)
 
 
 def _unrepeat(node: fx.Node) -> fx.Node:

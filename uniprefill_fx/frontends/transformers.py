@@ -13,7 +13,8 @@ import torch
 from transformers import masking_utils
 from transformers.cache_utils import EncoderDecoderCache
 
-from uniprefill_fx.frontends.cache import ADOPTED, adopt
+from uniprefill_fx.frontends.cache import ADOPTED, adopt, holds_keys
+from uniprefill_fx.frontends.cache_argument import cache_of
 from uniprefill_fx.frontends.gating import compiling_for_uniprefill, copy_function
 from uniprefill_fx.frontends.prompt_sizes import ask_for_symbols
 from uniprefill_fx.torch_internals import comptime
@@ -48,7 +49,7 @@ def _teach(name: str, function: Any) -> None:
             return original(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         shared = getattr(given.get("config"), "num_kv_shared_layers", None)
-        cache = _of_decoder(given.get("past_key_values"), given.get("config"))
+        cache = _of_decoder(cache_of(given), given.get("config"))
         adopt(cache, bool(shared))
         # Dynamo takes a tensor for an input of the graph when somebody looks at it.
         tensors = {argument: value for argument, value in given.items() if isinstance(value, torch.Tensor)}
@@ -66,10 +67,7 @@ def _of_decoder(cache: Any, config: Any) -> Any:
 
 def _is_first(cache: Any) -> bool:
     """Whether a call is the first one: it has no cache, or one that we know and that holds no keys yet."""
-    if cache is None:
-        return True
-    # layers of states have no such flag
-    return type(cache) in ADOPTED and not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
+    return cache is None or (type(cache) in ADOPTED and not holds_keys(cache))
 
 
 # Further arguments that change what a mask lets through.
@@ -82,7 +80,7 @@ def _annotated(mask: Any, given: dict[str, Any], maker: str) -> Any:
     Others are read like the mask of any model: chunks, whose beginning depends on the padding, prompts that may be
     packed in a row, masks that the user or the model brings.
     """
-    config, padding, cache = given["config"], given.get("attention_mask"), given.get("past_key_values")
+    config, padding, cache = given["config"], given.get("attention_mask"), cache_of(given)
     if maker == "create_chunked_causal_mask" or not isinstance(mask, torch.Tensor):
         return mask
     if any(given.get(argument) is not None for argument in CHANGES) or not getattr(config, "is_causal", True):

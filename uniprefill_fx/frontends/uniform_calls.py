@@ -11,16 +11,18 @@ limit, so that however many kinds of prompts there are, a step finds room.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import signature
+from inspect import getclosurevars, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from uniprefill_fx.frontends.cache import holds_keys
+from uniprefill_fx.frontends.cache_argument import NEWER, OLDER, cache_of
 from uniprefill_fx.torch_internals import compile_call, has_hooks, set_compiled_call
 
 # What callers of transformers' decoders pass or leave out; to leave it out means its default, None or a number.
-USUAL = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+USUAL = ("attention_mask", "position_ids", NEWER, OLDER, "use_cache", "logits_to_keep")
 
 
 class UniformCalls:
@@ -36,6 +38,7 @@ class UniformCalls:
         self.forward: Any = None  # whose defaults are known
         self.defaults: dict[str, Any] = {}
         self.positional: list[str] = []  # those of `defaults` that may be given without their names
+        self.renames = False  # whether a cache may come by its older name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the model is a part of what is compiled
@@ -43,7 +46,8 @@ class UniformCalls:
         uniform = None if has_hooks(self.module) else self._uniform(args, kwargs)  # hooks see how a call is written
         if uniform is not None:
             args, kwargs = (), uniform
-        return (self.steps if _is_step(kwargs.get("past_key_values")) else self.prompts)(*args, **kwargs)
+        # Whether a call is a step decides where its graph is kept, never what it computes.
+        return (self.steps if holds_keys(cache_of(kwargs)) else self.prompts)(*args, **kwargs)
 
     def _uniform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The same call by keywords, with usual defaults spelled out; None where that could mean something else."""
@@ -52,6 +56,8 @@ class UniformCalls:
             return None
         if _says_the_default(self.module, kwargs, defaults):
             kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        if self.renames and OLDER in kwargs and NEWER not in kwargs:
+            kwargs = {NEWER if name == OLDER else name: value for name, value in kwargs.items()}
         named = dict(zip(self.positional, args, strict=False)) | kwargs
         # A keyword that `forward` does not name may be read by a decorator of it.
         if len(named) < len(args) + len(kwargs) or not named.keys() <= defaults.keys():
@@ -73,6 +79,7 @@ class UniformCalls:
             known = not nameless and _is_of_transformers(forward)
             self.defaults = {p.name: p.default for p in every} if known else {}
             self.positional = [p.name for p in every if p.kind is not p.KEYWORD_ONLY]
+            self.renames = known and _renames_cache(forward)
             self.forward = forward
         return self.defaults
 
@@ -92,6 +99,16 @@ def _is_of_transformers(function: Any) -> bool:
     return True
 
 
+def _renames_cache(function: Any) -> bool:
+    """Whether a decorator of transformers, `deprecate_kwarg`, hands a cache of the older name on by the newer one."""
+    while function is not None:
+        held = getclosurevars(function).nonlocals
+        if (held.get("old_name"), held.get("new_name")) == (OLDER, NEWER):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
 def _says_the_default(module: nn.Module, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
     """Whether a call says `return_dict=True`, as `generate()` does, to a model that returns one anyway."""
     if kwargs.get("return_dict") is not True or "return_dict" in defaults:
@@ -99,11 +116,6 @@ def _says_the_default(module: nn.Module, kwargs: Mapping[str, Any], defaults: Ma
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return all(getattr(c, "return_dict", None) is True for c in (config, text))
-
-
-def _is_step(cache: Any) -> bool:
-    """Whether a cache of transformers' holds something. It decides where a graph is kept, never what it computes."""
-    return any(getattr(layer, "is_initialized", False) for layer in getattr(cache, "layers", ()))
 
 
 def _usual_strides(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uniprefill_fx.frontends.cache_argument import returned_cache
 from uniprefill_fx.runtime.prefill import disabled
 
 
@@ -53,13 +54,13 @@ def _follow(
     rest = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "position_ids")}
     while True:
         found.append(int(_logits(out).argmax()))
-        cache = getattr(out, "past_key_values", None)
-        if len(found) == tokens or cache is None:
+        cache = returned_cache(out)
+        if len(found) == tokens or not cache:
             return tuple(found), first
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
             rest["attention_mask"] = mask
-        out = run(ids.new_tensor([[found[-1]]]), **rest | {"past_key_values": cache})
+        out = run(ids.new_tensor([[found[-1]]]), **rest | cache)
 
 
 def _logits(out: Any) -> Tensor:

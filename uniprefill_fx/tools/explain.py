@@ -12,6 +12,7 @@ import torch
 
 from uniprefill_fx.api import options_for
 from uniprefill_fx.config import PrefillConfig
+from uniprefill_fx.frontends.cache_argument import cache_of
 from uniprefill_fx.pipeline import Compilation
 from uniprefill_fx.runtime.last_call import LastCall, watched
 from uniprefill_fx.runtime.overrides import override
@@ -79,7 +80,7 @@ def explain(
     arguments = () if input_ids is None else (input_ids,)
     ids = kwargs.get("input_ids") if input_ids is None else input_ids
     ids = ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
-    repeatable = kwargs.get("past_key_values") is None  # a cache that was handed in holds the prompt after one run
+    repeatable = cache_of(kwargs) is None  # a cache that was handed in holds the prompt after one run
     if answer and (ids is None or ids.dim() != 2 or len(ids) != 1 or not repeatable):
         raise ValueError(f"answer={answer} needs one prompt of token ids, (1, tokens), and no cache of its own")
 

@@ -135,7 +135,7 @@ def restored_outputs(
             raise refuse(
                 Category.CACHE,
                 "keys and values go to a cache that cannot say which tokens it holds",
-                "pass an empty DynamicCache of transformers (not offloaded) as past_key_values, or use_cache=False",
+                "hand over an empty DynamicCache of transformers (not offloaded), or use_cache=False",
             )
         if shape(node) != shape(end):
             raise refuse(

@@ -16,12 +16,12 @@ from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.analyze.masks.numbers import as_number
-from uniprefill_fx.passes.analyze.masks.reader import AXES, MaskReader
+from uniprefill_fx.passes.analyze.masks.packed import by_index, sequence_ids
+from uniprefill_fx.passes.analyze.masks.reader import BATCH, HEAD, KEY, QUERY, MaskReader
 from uniprefill_fx.passes.node_utils import is_op, name_of, peel, shape
 from uniprefill_fx.passes.schemas import effects
 from uniprefill_fx.torch_internals import is_floor_div
 
-BATCH, HEAD, QUERY, KEY = AXES[:4]
 DISTANCE = sympy.expand((QUERY - KEY) ** 2)
 
 
@@ -78,11 +78,11 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
     condition = sympy.And(*(sympy.Not(seen) if hides else seen for (seen, _), hides in read))
     added = sympy.Add(*(value for (_, value), _ in read))
     query = sympy.Integer(0) if queries == 1 else QUERY
-    offset = window = key_mask = sequence_ids = None
+    offset = window = key_mask = packed_ids = None
     chunk: int | None = None
     chunk_start: fx.Node | None = None
     unsettled = []
-    for term in condition.args if isinstance(condition, sympy.And) else (condition,):
+    for term in by_index(condition.args if isinstance(condition, sympy.And) else (condition,), reader):
         found = _relation(term)
         if found is None:
             unsettled.append(term)
@@ -106,9 +106,9 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
             "tokens can be dropped behind causal attention only",
         )
     for term in unsettled:
-        packed = _sequence_ids(term)
-        if packed is not None and sequence_ids is None and offset == 0:
-            sequence_ids = reader.data[packed]
+        packed = sequence_ids(term)
+        if packed is not None and packed_ids is None and offset == 0:
+            packed_ids = reader.data[packed]
             continue
         chunks = _chunk(term, query + offset)
         if chunks is None or chunk is not None:
@@ -124,7 +124,7 @@ def classify(masks: Sequence[tuple[fx.Node, bool]], queries: sympy.Expr) -> Mask
     bias = _key_bias(masks, added, reader) if added != 0 else None
     alibi = _alibi(added, reader) if added != 0 and bias is None else None
     buffers = frozenset(reader.causal_buffers)
-    return MaskKind(offset, window, chunk, key_mask, sequence_ids, alibi, buffers, chunk_start, bias)
+    return MaskKind(offset, window, chunk, key_mask, packed_ids, alibi, buffers, chunk_start, bias)
 
 
 def known_kind(mask: fx.Node) -> MaskKind | None:
@@ -212,17 +212,6 @@ def _chunk(term: Any, position: Any) -> tuple[int, str | None] | None:
         return int(size), None
     by_request = isinstance(start, AppliedUndef) and start.args in ((BATCH,), (sympy.Integer(0),))
     return (int(size), str(start.func.__name__)) if by_request else None
-
-
-def _sequence_ids(term: Any) -> str | None:
-    """The name of the data f in `f(batch, query) == f(batch, key)`; None for other terms."""
-    if not isinstance(term, sympy.Eq) or not all(isinstance(s, AppliedUndef) for s in term.args):
-        return None
-    left, right = term.args
-    batch = {side.args[0] for side in term.args}
-    ends = {side.args[1:] for side in term.args}
-    same = left.func == right.func and batch in ({BATCH}, {sympy.Integer(0)}) and ends == {(QUERY,), (KEY,)}
-    return str(left.func.__name__) if same else None
 
 
 def _unknown(term: Any, reader: MaskReader) -> Exception:

@@ -30,6 +30,7 @@ from uniprefill_fx.passes.normalize.causal_buffers import MARK
 from uniprefill_fx.torch_internals import floor_div
 
 AXES = sympy.symbols("axis0:8", integer=True)
+BATCH, HEAD, QUERY, KEY = AXES[:4]  # those of a mask
 
 COMPARE = {"lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge, "eq": sympy.Eq, "ne": sympy.Ne}
 ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": floor_div}
@@ -82,7 +83,7 @@ class MaskReader:
         if node in self.memo:
             return self.memo[node]
         self.reading.append(node)
-        writers = {user for alias in aliases(node) for user in alias.users if alias in written_nodes(user)}
+        writers = self.writers(node)
         found = self._evaluate(node) if writers <= set(self.reading) else None
         self.reading.pop()
         ndim = meta(node).ndim
@@ -96,6 +97,10 @@ class MaskReader:
         if not writers:
             self.memo[node] = found
         return found
+
+    def writers(self, node: fx.Node) -> set[fx.Node]:
+        """The nodes that write to a node in place."""
+        return {user for alias in aliases(node) for user in alias.users if alias in written_nodes(user)}
 
     def _evaluate(self, node: fx.Node) -> Any:
         name, args, ndim = name_of(node).strip("_"), node.args, meta(node).ndim
