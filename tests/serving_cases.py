@@ -43,30 +43,34 @@ def run(worker: str, folder: Path, asked: dict[str, Any], variables: Mapping[str
     for file in (result, log):
         file.unlink(missing_ok=True)
     (folder / "case.json").write_text(json.dumps({"model": str(folder)} | asked), "utf-8")
-    forks = _forking(worker) if variables is None else _start(worker, variables)
-    assert forks.stdin is not None and forks.stdout is not None
-    forks.stdin.write(f"{folder}\n")
-    forks.stdin.flush()
-    forks.stdout.readline()
-    if variables is not None:  # which imports may have read
-        forks.communicate()
+    if variables is None:
+        forks = _forking(worker)
+        assert forks.stdin is not None and forks.stdout is not None
+        forks.stdin.write(f"{folder}\n")
+        forks.stdin.flush()
+        forks.stdout.readline()
+    else:  # which imports may have read, and which a GPU's tests give: a process of CUDA is not forked
+        with log.open("w") as out:
+            subprocess.run([*_command(worker), str(folder)], stdout=out, stderr=out, env=_environment(variables))
     if result.exists():
         return json.loads(result.read_text())
-    return log.read_text() if log.exists() else f"{worker} ended with {forks.poll()}"
+    return log.read_text() if log.exists() else f"{worker} answered nothing"
 
 
-def _start(worker: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A worker, which ends with its standard input."""
+def _command(worker: str) -> list[str]:
+    return [sys.executable, str(ROOT / "tests" / worker)]
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = dict(os.environ, PYTHONPATH=paths, OMP_WAIT_POLICY="PASSIVE") | dict(variables)
-    command = [sys.executable, str(ROOT / "tests" / worker)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return dict(os.environ, PYTHONPATH=paths, OMP_WAIT_POLICY="PASSIVE") | dict(variables)
 
 
 @cache
 def _forking(worker: str) -> subprocess.Popen[str]:
-    """The one that all cases without variables of their own are forked from."""
-    return _start(worker, {})
+    """What all cases without variables of their own are forked from; it ends with its standard input."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(_command(worker), stdin=pipe, stdout=pipe, text=True, env=_environment({}))
 
 
 def prompt(length: int, seed: int, vocabulary: int = 256) -> list[int]:

@@ -1,6 +1,6 @@
 """A session of one request whose input goes on, in an engine of vLLM in a process of its own.
 
-    echo FOLDER | python serving_session.py      # as serving_worker.py
+    python serving_session.py FOLDER      # or names of folders as standard input, as serving_worker.py
 
 The case: `model`, `options` (of `engine_args`), `turns` (each a list of token ids), `made` (tokens generated a turn).
 The result: by turn, what was generated, as [token, {token: log-probability}] each; and the steps, as tokens computed.

@@ -1,6 +1,7 @@
 """One engine of vLLM in a process of its own: runs requests by a schedule, and writes down what came out.
 
-    echo FOLDER | python serving_worker.py      # reads FOLDER/case.json, writes FOLDER/result.json and FOLDER/log.txt
+    python serving_worker.py FOLDER             # reads FOLDER/case.json, writes FOLDER/result.json
+    echo FOLDER | python serving_worker.py      # and FOLDER/log.txt, in a process that is forked from this one
 
 The case: `model`, `engine` (keyword arguments of LLM), `options` (of `engine_args`; null: a stock engine), `requests`
 (id -> prompt, max_tokens, n, extra_args, add_at: the step before which it is added, abort_at or null).
@@ -153,26 +154,33 @@ def exchanged(worker: Any) -> dict[str, Any]:
 
 
 def answer_each(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer the case in each folder that standard input names, and say so by a line.
+    """Answer the case of the folder on the command line, or of each that standard input names, and say so by a line.
 
-    Each has a process of its own, forked from this one when nothing but imports has happened: they are most of the time
-    that a small engine takes.
+    Of the latter each has a process of its own, forked from this one when nothing but imports has happened: they are
+    most of the time that a small engine takes.
     """
     from vllm import LLM  # noqa: F401
 
     import uniprefill_fx.vllm  # noqa: F401
 
+    if len(sys.argv) == 2:
+        _answer(run, Path(sys.argv[1]))
+        return
     for line in sys.stdin:
         if os.fork() == 0:
             folder = Path(line.removesuffix("\n"))
             log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(log, stream)
-            found = run(json.loads((folder / "case.json").read_text("utf-8")))
-            (folder / "result.json").write_text(json.dumps(found))
+            _answer(run, folder)
             return
         os.wait()
         print(flush=True)
+
+
+def _answer(run: Callable[[dict[str, Any]], dict[str, Any]], folder: Path) -> None:
+    found = run(json.loads((folder / "case.json").read_text("utf-8")))
+    (folder / "result.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
