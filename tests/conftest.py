@@ -40,7 +40,12 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+@pytest.fixture(scope="module", params=["interpreter", CUDA])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Where kernels run: in Triton's interpreter, and on a card."""
     if request.param == "cuda":
