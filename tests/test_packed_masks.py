@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,14 +13,8 @@ from uniprefill_fx.errors import RefusalError
 from uniprefill_fx.passes.analyze.masks.kinds import MaskKind, classify
 from uniprefill_fx.passes.node_utils import shape
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WINDOW = 5
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def runs(positions: Tensor, first: int = 1, jump: int = 1) -> Tensor:
