@@ -25,13 +25,13 @@ from torch import fx
 from uniprefill_fx.passes.dataflow import aliases
 from uniprefill_fx.passes.node_utils import expression, meta, shape
 
-PLAIN = {
+PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
+    **{"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"},  # methods
 }
-METHODS = {"masked_fill_": "masked_fill", "add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
 
 def functionalize(gm: fx.GraphModule) -> int:
@@ -39,22 +39,27 @@ def functionalize(gm: fx.GraphModule) -> int:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     replaced = 0
     for node in list(gm.graph.nodes):
-        if _fills(node):
-            replaced += _clone_instead(gm.graph, node, order)
-            continue
-        methods = node.op == "call_method" and node.target in METHODS
-        if not (methods or (node.op == "call_function" and node.target in PLAIN)) or not _keeps_type(node):
-            continue
-        later = _read_later(node, order)
+        fills = _fills(node)
+        later = _read_later(node, order) if fills or _is_plain(node) else None
         if later is None:
             continue
+        if fills:
+            result = _copy_instead(gm.graph, node, order)
+        else:
+            result, node.target = node, PLAIN[node.target]
         for user in later:
-            user.replace_input_with(node.args[0], node)
-        node.target = METHODS[node.target] if methods else PLAIN[node.target]
+            user.replace_input_with(node.args[0], result)
+        if fills:
+            gm.graph.erase_node(node)
         replaced += 1
     if replaced:
         gm.recompile()
     return replaced
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether there is a plain operation that gives what a node writes."""
+    return node.op in ("call_function", "call_method") and node.target in PLAIN and _keeps_type(node)
 
 
 def _fills(node: fx.Node) -> bool:
@@ -82,23 +87,14 @@ def _is_whole(part: Any, size: Any) -> bool:
     return stop is None or (isinstance(stop, int | torch.SymInt) and expression(stop) == expression(size))
 
 
-def _clone_instead(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Let who reads the filled tensor later read a copy of what fills it; whether that could be done.
-
-    A copy, as the tensor, or what fills it, may be written once more.
-    """
+def _copy_instead(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    """A copy of what fills a tensor, before the node that does: it, or the tensor, may be written once more."""
     target, _, value = node.args
-    later = _read_later(node, order)
-    if later is None:
-        return False
+    assert isinstance(target, fx.Node)
     with graph.inserting_before(node):
         copy = graph.call_method("clone", (value,), {"memory_format": torch.contiguous_format})
-    assert isinstance(target, fx.Node)
     copy.meta, order[copy] = dict(target.meta), order[node]
-    for user in later:
-        user.replace_input_with(target, copy)
-    graph.erase_node(node)
-    return True
+    return copy
 
 
 def _keeps_type(node: fx.Node) -> bool:
