@@ -46,6 +46,18 @@ def count_replays() -> list[int]:
     return found
 
 
+def call_experts_as_operators() -> None:
+    """Have a layer of experts be one operator that knows it by name, as on a GPU; a CPU traces what is in it."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    def select(self: Any) -> Any:
+        ops = torch.ops.vllm
+        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+
+    moe_runner.MoERunner._select_forward = select
+
+
 class Compilations(logging.Handler):
     """What the package says that it compiled in this process."""
 
@@ -75,6 +87,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     engine = dict(case["engine"])
     if graphs := engine.pop("cudagraph_mode", None):
         own["compilation_config"] = own["compilation_config"] | {"cudagraph_mode": graphs}
+    if engine.pop("experts_as_operators", False):
+        call_experts_as_operators()
     llm = LLM(case["model"], **(ENGINE | own | engine))
     at_start = len(compilations.found)
     llm.collective_rpc(watch)

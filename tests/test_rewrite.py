@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,16 +11,19 @@ import torch
 import torch.nn.functional as F
 from graphs import operation
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from traced import assert_same_values, calls, trace
 
 import uniprefill_fx.frontends
 from uniprefill_fx.errors import Category, RefusalError
 from uniprefill_fx.passes.analyze.attention_nodes import find_attention_nodes
 from uniprefill_fx.passes.cleanup import clean
-from uniprefill_fx.passes.node_utils import copy_module
+from uniprefill_fx.passes.node_utils import copy_module, meta
 from uniprefill_fx.passes.rewrite.extract import extract
 from uniprefill_fx.passes.rewrite.lower_attention import lower_attention
-from uniprefill_fx.passes.rewrite.split import split_at_selections
+from uniprefill_fx.passes.rewrite.split import Piece, split_at_selections
 
 ops = torch.ops.uniprefill
 uniprefill_fx.frontends.install()
@@ -90,12 +94,15 @@ def test_the_pieces_compute_what_the_graph_does(rows: Tensor) -> None:
         ["score", "select", "getitem", "getitem"],
         ["compact", "add"],
     ]
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values: dict[fx.Node, Any] = dict(zip(placeholders, (rows, bounds), strict=True))
+    got = run(dict(zip(gm.graph.find_nodes(op="placeholder"), (rows, bounds), strict=True)), pieces, gm)
+    torch.testing.assert_close(got, gm(rows, bounds), rtol=0, atol=0)
+
+
+def run(values: dict[fx.Node, Any], pieces: Sequence[Piece], gm: fx.GraphModule) -> Any:
+    """What a graph returns whose pieces run one after the other; values: of its inputs."""
     for piece in pieces:
         values.update(zip(piece.outputs, piece.gm(*(values[n] for n in piece.inputs)), strict=True))
-    got = fx.node.map_arg(gm.graph.output_node().args[0], values.__getitem__)
-    torch.testing.assert_close(got, gm(rows, bounds), rtol=0, atol=0)
+    return fx.node.map_arg(gm.graph.output_node().args[0], values.__getitem__)
 
 
 def test_a_graph_without_a_selection_is_one_piece(rows: Tensor) -> None:
@@ -104,6 +111,39 @@ def test_a_graph_without_a_selection_is_one_piece(rows: Tensor) -> None:
     assert not piece.selection
     taken = dict(zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True))
     torch.testing.assert_close(piece.gm(*(taken[n] for n in piece.inputs))[-1], gm(*given)[0])
+
+
+def reshaping() -> fx.GraphModule:
+    """x -> sizes of x and its halves; y = sigmoid(x), which is cut out; what comes behind reads all of them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sizes = graph.call_method("size", (x,))
+    halves = graph.call_method("split", (x, 4), {"dim": 3})
+    y = graph.call_function(torch.sigmoid, (x,))
+    flat = graph.call_method("view", (y, -1))
+    first, heads = (graph.call_function(operator.getitem, of) for of in ((halves, 0), (sizes, 1)))
+    graph.output((graph.call_method("view", (flat, sizes)), first, heads, sizes))
+    return fx.GraphModule({}, graph)
+
+
+def test_pieces_hand_over_tensors_and_numbers(rows: Tensor) -> None:
+    gm = reshaping()
+    before = gm(rows)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    FakeTensorProp(gm, mode).propagate(mode.from_tensor(rows, symbolic_context=dynamic(2)))
+    pieces = split_at_selections(gm, lambda node: node.target is torch.sigmoid)
+    assert len(pieces) == 3
+    given = [meta(node) for piece in pieces for node in piece.inputs]
+    assert {type(value) for value in given} == {FakeTensor, torch.SymInt}
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    got = run({x: rows}, pieces, gm)
+    assert got[2:] == before[2:] == (2, (1, 2, 40, 8))
+    torch.testing.assert_close(got[:2], before[:2], rtol=0, atol=0)
+
+
+def dynamic(axis: int) -> StatelessSymbolicContext[Any, Any]:
+    sizes = [DimDynamic.DYNAMIC if d == axis else DimDynamic.STATIC for d in range(4)]
+    return StatelessSymbolicContext(sizes)
 
 
 def test_a_selection_inside_an_autocast_region_is_refused() -> None:

@@ -56,26 +56,42 @@ FAMILIES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "qwen3": (qwen3, [0, 2], {}),
     "qwen3_next": (qwen3_next, [1, 3], {"dtype": "bfloat16"}),  # vLLM has no other linear attention on a CPU
 }
-
-
+FAMILIES |= {
+    f"{name}_as_on_a_gpu": (*FAMILIES[name][:2], FAMILIES[name][2] | {"experts_as_operators": True})
+    for name in ("qwen3_moe", "qwen3_next")
+}
 SLOW = ("qwen3",)
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAMILIES])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FAMILIES[family][2]
+    check_family(family, tmp_path, monkeypatch, 0.15 if engine.get("dtype") == "bfloat16" else 1e-4, **engine)
+
+
+def check_family(
+    family: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tolerance: float,
+    inner: str = "eager",
+    variables: dict[str, str] | None = None,
+    **engine: Any,
+) -> None:
+    """Check that an engine with these arguments answers right, alone and in mixed steps."""
     monkeypatch.setitem(ROTARY, "qwen3", modeling_qwen3.apply_rotary_pos_emb)
     monkeypatch.setitem(ROTARY, "qwen3_moe", modeling_qwen3_moe.apply_rotary_pos_emb)
-    build, layers, engine = FAMILIES[family]
+    build, layers, _ = FAMILIES[family]
     model = build()
     if engine.get("dtype") == "bfloat16":
         model = model.bfloat16().float()  # weights that both hold
-    model.save_pretrained(tmp_path)
-    options = OPTIONS | {"drop_layers": layers}
+    model.save_pretrained(folder)
+    options = OPTIONS | {"drop_layers": layers, "inner_backend": inner}
     requests: dict[str, Any] = {
         "a": {"prompt": prompt(400, 0), "max_tokens": 12},
         "b": {"prompt": prompt(60, 1), "max_tokens": 6, "add_at": 2},
         "c": {"prompt": prompt(333, 2), "max_tokens": 6, "add_at": 2},
         "d": {"prompt": prompt(520, 3), "max_tokens": 6, "add_at": 4},
     }
-    tolerance = 0.15 if engine.get("dtype") == "bfloat16" else 1e-4
-    assert check(model, serve(tmp_path, requests, options, **engine), requests, options, tolerance) == 3
+    served = serve(folder, requests, options, variables, **engine)
+    assert check(model, served, requests, options, tolerance) == 3

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from serving_cases import OPTIONS, check, compare, prompt, serve
+from test_serving_families import check_family
 from test_serving_ranks import split
 from tiny import tiny_llama
 
@@ -75,6 +76,16 @@ def test_float32(graphs: bool, runner: str, inner: str, model: Any, tmp_path: Pa
     assert check(model, served, requests(), options, tolerance=5e-4) >= 5
     assert served["replays"] >= 64 if graphs else served["replays"] == 0
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
+
+
+@pytest.mark.parametrize(("family", "more"), [("qwen3_moe", {}), ("qwen3_next", {"gdn_prefill_backend": "triton"})])
+def test_experts_and_linear_attention(
+    family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, as on a CPU; here experts are an operator, and Qwen3-Next's queries come of a Triton kernel."""
+    engine = {name: value for name, value in ENGINE.items() if name != "block_size"}  # a linear attention sets it
+    engine |= {"dtype": "bfloat16", "cudagraph_mode": "FULL_DECODE_ONLY", "num_gpu_blocks_override": 400} | more
+    check_family(family, tmp_path, monkeypatch, 0.15, "inductor", VARIABLES, **engine)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -80,6 +80,7 @@ def _backend(
             merge_gathers(after)
             propagate(after, plan.batch)
             pieces = split_at_selections(after, runs_outside)
+            runs = list(zip(pieces, compile_pieces(pieces, inner), strict=True))
         except Exception as error:
             if config.strict:
                 raise
@@ -104,7 +105,6 @@ def _backend(
     metadata.install(layers, segment_of)
     install(steps)
     hooks.install()
-    runs = list(zip(pieces, compile_pieces(pieces, inner), strict=True))
     return Served(plain, after, runs, plan, steps, layers, segment_of)
 
 

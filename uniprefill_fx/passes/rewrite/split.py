@@ -1,15 +1,29 @@
-"""Cut a rewritten graph at its selections: pieces to compile, with score and select between them outside."""
+"""Cut a rewritten graph at its selections: pieces to compile, with score and select between them outside.
+
+What a piece hands to a later one is a tensor or a number. Before, with the cut between the two lines::
+
+    sizes = x.size()                                     # (tokens, 64)
+    z = y.view(sizes)
+
+After::
+
+    sizes = x.size();  tokens = sizes[0]
+    z = y.view((tokens, 64))
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.distributed import collective_name
-from uniprefill_fx.passes.node_utils import counts_blocks, is_op, is_selected, name_of, selects_by
+from uniprefill_fx.passes.node_utils import counts_blocks, is_op, is_selected, meta, name_of, selects_by
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,52 @@ def split_at_selections(gm: fx.GraphModule, outside: Callable[[fx.Node], bool] |
     for nodes in runs:
         if _balance(nodes) != 0:
             raise refuse(Category.TOKEN_OP, "a drop inside an autocast region of the model", "the prompt stays dense")
+    _hand_over_elements(gm.graph, runs)
     return [_piece(gm, nodes, selection=i % 2 == 1) for i, nodes in enumerate(runs)]
+
+
+def _hand_over_elements(graph: fx.Graph, runs: list[list[fx.Node]]) -> None:
+    """Replace what several runs share and is a tuple by its elements, taken where it is made: see above."""
+    run_of = {id(node): run for run in runs for node in run}
+    for node in [node for run in runs for node in run]:
+        run = run_of[id(node)]
+        later = [user for user in node.users if run_of.get(id(user)) is not run]
+        if not later or not isinstance(meta(node), tuple | list):
+            continue
+        with graph.inserting_before(node.next):
+            taken: list[fx.Node] = []
+            elements = _elements(graph, node, taken)
+        at = run.index(node) + 1
+        run[at:at] = taken
+        run_of |= {id(new): run for new in taken}
+        for user in later:
+            index: Any = user.args[1] if user.target is operator.getitem else None
+            element = elements[index] if isinstance(index, int) else None
+            if isinstance(element, fx.Node):
+                user.replace_all_uses_with(element)
+                run_of[id(user)].remove(user)
+                graph.erase_node(user)
+            else:
+                _replace_argument(user, node, elements)
+
+
+def _elements(graph: fx.Graph, node: fx.Node, taken: list[fx.Node]) -> tuple[Any, ...]:
+    """The elements of a tuple: nodes of tensors and symbolic sizes, other values, and tuples of these."""
+    found: list[Any] = []
+    for i, value in enumerate(meta(node)):
+        if isinstance(value, torch.Tensor | torch.SymInt | tuple | list):
+            element = graph.call_function(operator.getitem, (node, i))
+            element.meta = {"val": value, "example_value": value}
+            taken.append(element)
+            found.append(_elements(graph, element, taken) if isinstance(value, tuple | list) else element)
+        else:
+            found.append(value)
+    return tuple(found)
+
+
+def _replace_argument(user: fx.Node, old: fx.Node, new: tuple[Any, ...]) -> None:
+    arguments = fx.map_arg((user.args, user.kwargs), lambda node: new if node is old else node)
+    user.args, user.kwargs = arguments
 
 
 def _balance(nodes: list[fx.Node]) -> int:
