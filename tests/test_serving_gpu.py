@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from serving_cases import OPTIONS, check, compare, prompt, serve
-from test_serving_families import check_family
+from test_serving_families import check_family, qwen3_next
 from test_serving_ranks import split
 from tiny import tiny_llama
 
@@ -78,14 +78,9 @@ def test_float32(graphs: bool, runner: str, inner: str, model: Any, tmp_path: Pa
     assert any(1 in sizes and max(sizes) > 100 for sizes in served["steps"])  # decoding beside a prompt
 
 
-@pytest.mark.parametrize(("family", "more"), [("qwen3_moe", {}), ("qwen3_next", {"gdn_prefill_backend": "triton"})])
-def test_experts_and_linear_attention(
-    family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bfloat16, as on a CPU; here experts are an operator, and Qwen3-Next's queries come of a Triton kernel."""
-    engine = {name: value for name, value in ENGINE.items() if name != "block_size"}  # a linear attention sets it
-    engine |= {"dtype": "bfloat16", "cudagraph_mode": "FULL_DECODE_ONLY", "num_gpu_blocks_override": 400} | more
-    check_family(family, tmp_path, monkeypatch, 0.15, "inductor", VARIABLES, **engine)
+def test_experts_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a layer of experts is one operator, which the CPU build traces."""
+    check_family("qwen3_moe", tmp_path, monkeypatch, 5e-4, "inductor", VARIABLES, **(ENGINE | FLOAT32 | GRAPHS))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -98,18 +93,29 @@ def test_two_gpus_keep_the_same_rows(model: Any, tmp_path: Path) -> None:
 
 
 def test_flash_attention_rounds_no_more_than_without_drops(tmp_path: Path) -> None:
-    """float16 with CUDA graphs. An answer that drops may be off by 1.5 times what dense ones are, on average.
+    """float16 with CUDA graphs.
 
-    On vLLM's CPU build both are off by 0.006 there, and by 0.02 where lengths are those of an earlier step.
+    On vLLM's CPU build answers are off by 0.006 there, and by 0.02 where lengths are those of an earlier step.
     """
-    model = small(0.06).half().float()  # weights that both hold
-    model.save_pretrained(tmp_path)
-    options = OPTIONS | {"inner_backend": "inductor"}
     engine = ENGINE | GRAPHS | {"attention_backend": "FLASH_ATTN", "dtype": "float16"}
-    served = serve(tmp_path, requests(), options, VARIABLES, **engine)
+    rounds_no_more(small(0.06).half().float(), OPTIONS, tmp_path, 0.012, **engine)  # weights that both hold
+
+
+def test_linear_attention_rounds_no_more_than_without_drops(tmp_path: Path) -> None:
+    """bfloat16: vLLM has no other kernels for it. Queries, keys and gate come of one Triton kernel here."""
+    engine = {name: value for name, value in ENGINE.items() if name != "block_size"}  # a linear attention sets it
+    engine |= GRAPHS | {"dtype": "bfloat16", "num_gpu_blocks_override": 400, "gdn_prefill_backend": "triton"}
+    rounds_no_more(qwen3_next().bfloat16().float(), OPTIONS | {"drop_layers": [1, 3]}, tmp_path, 0.15, **engine)
+
+
+def rounds_no_more(model: Any, options: dict[str, Any], folder: Path, most: float, **engine: Any) -> None:
+    """An answer that drops is off by 1.5 times what dense ones are, at most, on average; those by less than `most`."""
+    model.save_pretrained(folder)
+    options = options | {"inner_backend": "inductor"}
+    served = serve(folder, requests(), options, VARIABLES, **engine)
     answers = compare(model, served, requests(), options, tolerance=1.0)
     dropped = statistics.mean(e for a in answers if a.dropped for e in a.errors)
     dense = statistics.mean(e for a in answers if not a.dropped for e in a.errors)
     assert sum(a.dropped for a in answers) >= 5 and served["replays"] >= 64
     print(f"mean error of log-probabilities: dropped {dropped:.2g}, dense {dense:.2g}")
-    assert dense < 0.012 and dropped < 1.5 * dense, (dropped, dense)
+    assert dense < most and dropped < 1.5 * dense, (dropped, dense)

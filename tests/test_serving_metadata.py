@@ -208,6 +208,21 @@ def test_segments_that_differ_share_nothing(steps: Steps, builders: list[Any]) -
     assert one is not two
 
 
+def test_a_builder_that_keeps_no_names_of_layers_is_enough() -> None:
+    """As that of linear attention in vLLM 0.24."""
+
+    class Builder:
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+            pass
+
+        def build(self, common_prefix_len: int, common: Any) -> Any:
+            return common_prefix_len, common
+
+    backend = type("Backend", (), {"get_builder_cls": staticmethod(lambda: Builder)})
+    made: Any = metadata.backend_of_segment(backend, 1).get_builder_cls()(None, ["layers.5"], None, None)  # type: ignore[attr-defined]
+    assert made.layer_names == ["layers.5"] and made.build(0, "step") == (0, "step")
+
+
 def test_a_prompt_whose_step_replayed_a_graph_is_dense(steps: Steps) -> None:
     """A prompt of one token looks like a decoding request to vLLM, which replays the graph of the plain model."""
     seen: list[Step] = []

@@ -40,11 +40,15 @@ class SegmentBuilder:
     segment = 0
     supports_update_block_table = False  # its slots are not the runner's
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)  # type: ignore[call-arg]
+        self.layer_names = layer_names  # which not every builder keeps: not vLLM 0.24's of linear attention
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         steps, common = current(), common_attn_metadata
         if steps is None:
             return super().build(common_prefix_len, common, *args, **kwargs)  # type: ignore[misc]
-        for name in self.layer_names:  # type: ignore[attr-defined]
+        for name in self.layer_names:
             builds[name] = Build(self, common, dict(kwargs))
         places = shifted(self, common, steps) if _by_slots(self) else None
         whole = places is None or not any(places.lost[self.segment - 1])
