@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from uniprefill_fx.vllm.attention import Reader, layer_argument, layer_number, s
 from uniprefill_fx.vllm.normalize import normalize, one_token_count
 from uniprefill_fx.vllm.options import as_engine_compiles, check, config_of, warms_up
 from uniprefill_fx.vllm.plan import plan_served
-from uniprefill_fx.vllm.rewrite import drop_served, runs_outside
+from uniprefill_fx.vllm.rewrite import drop_served, layers_in, runs_outside
 from uniprefill_fx.vllm.select import select_packed
 from uniprefill_fx.vllm.steps import Steps, install
 
@@ -140,13 +140,13 @@ def _planned(gm: fx.GraphModule, inputs: Sequence[Any], layers: Mapping[str, Any
 
 
 def _segments(plan: Plan, layers: Mapping[str, Any]) -> dict[str, int]:
-    """By name of a layer with a cache or a state: how many drops lie before it; those behind one only."""
+    """By name of a layer: how many drops lie before it. Of those before the first, the ones that keep a state only."""
     after = [drop.attention.layer for drop in plan.drops]
     found: dict[str, int] = {}
     for name, layer in layers.items():
         number = layer_number(name)
         segment = 0 if number is None else sum(number > drop for drop in after)
-        if segment and hasattr(layer, "get_attn_backend"):
+        if hasattr(layer, "get_attn_backend") and (segment or metadata.keeps_state(layer)):
             found[name] = segment
     return found
 
@@ -169,6 +169,10 @@ class Served:
         self.inputs = after.graph.find_nodes(op="placeholder")
         self.output = after.graph.output_node().args[0]
         self.released = released_after(after.graph, runs)
+        self.runs_layers = [layers_in(piece.gm.graph.nodes) & segment_of.keys() for piece, _ in runs]
+        self.never_named = segment_of.keys() - set().union(*self.runs_layers)
+        self.running: Set[str] = set()
+        self.to_replan: dict[str, Sequence[int]] = {}  # by layer behind the last drop: where its requests end
         self.context: Any = None
         ops.selecting[:] = [self.select]
 
@@ -187,8 +191,11 @@ class Served:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("uniprefill: a CUDA graph is captured in a step that drops tokens. Please report this.")
         self.steps.ordered()
+        self.to_replan.clear()
         values: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
-        for (piece, run), released in zip(self.runs, self.released, strict=True):
+        for (piece, run), layers, released in zip(self.runs, self.runs_layers, self.released, strict=True):
+            self.running = layers
+            self._replan(layers)
             operands = [values[n] for n in piece.inputs]
             for node in released:
                 del values[node]
@@ -198,7 +205,7 @@ class Served:
         return fx.node.map_arg(self.output, values.__getitem__)
 
     def select(self, q: Tensor, k: Tensor, drop: int) -> Tensor:
-        """What `packed_select` does: choose, and prepare the metadata of the layers behind."""
+        """What `packed_select` does: choose, and note what the layers behind are to be told."""
         step, attention = self.steps.step, self.plan.drops[drop].attention
         assert step is not None and attention.spec is not None
         sinks = sinks_of(self.layers[attention.path])
@@ -208,17 +215,22 @@ class Served:
         for name, (start, end) in zip(step.order, bounds, strict=True):
             if name in step.dropping:
                 self.steps.requests[name].dropped[drop] = step.tokens[name] - (end - start)
-        self._replan(drop + 1, [end for _, end in bounds])
+        ends = [end for _, end in bounds]
+        self.to_replan = {name: ends for name, segment in self.segment_of.items() if segment == drop + 1}
+        self._replan(self.running | self.never_named)
         return rows[None]
 
-    def _replan(self, segment: int, ends: list[int]) -> None:
-        made: dict[int, Any] = {}
-        for name in (n for n, s in self.segment_of.items() if s == segment):
+    def _replan(self, about_to_run: Set[str]) -> None:
+        """Build metadata of layers for the rows that stay. It takes milliseconds, in which a GPU runs those before."""
+        for name in about_to_run & self.to_replan.keys():
+            if name not in self.to_replan:
+                continue  # made with another one's
             build = metadata.builds[name]
-            if id(build.builder) not in made:
-                made[id(build.builder)] = build.builder.replan(build, self.steps, segment, ends)
-            self.context.attn_metadata[name] = made[id(build.builder)]
-            self._use_slots(name)
+            made = build.builder.replan(build, self.steps, self.segment_of[name], self.to_replan[name])
+            for alike in [n for n in self.to_replan if metadata.builds[n].builder is build.builder]:
+                del self.to_replan[alike]
+                self.context.attn_metadata[alike] = made
+                self._use_slots(alike)
 
     def _use_slots(self, name: str) -> None:
         """Have a layer store keys where its own metadata says; the runner's slots are those of all tokens."""

@@ -4,6 +4,9 @@ Between two drops lies a segment of layers. Each has an attention backend of its
 runner builds metadata for it with a builder of its own: sequences are shorter there by what was dropped, and new keys
 go into the slots behind those that are left. After a selection, `replan` builds the metadata of the next segment anew,
 for the rows that stay. Nothing of vLLM is changed, but which backend class a layer names.
+
+A layer that keeps a state and no keys is told the same in every segment, but in a step that drops: such layers have one
+backend, whatever their segment, and the runner builds for them as often as it always does.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ builds: dict[str, Build] = {}  # by layer
 
 
 class SegmentBuilder:
-    """Before vLLM's own builder: `segment` is how many drops lie before its layers."""
+    """Before vLLM's own builder: `segment` is how many drops lie before its layers; of states, 0."""
 
     segment = 0
     supports_update_block_table = False  # its slots are not the runner's
@@ -261,11 +264,18 @@ def backend_of_segment(base: type, segment: int) -> type:
     return _classes[base, segment]
 
 
+def keeps_state(layer: Any) -> bool:
+    """Whether a layer keeps a state for each request, and no keys."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    return isinstance(layer, MambaBase)
+
+
 def install(layers: Mapping[str, Any], segment_of: Mapping[str, int]) -> None:
     """Give layers, by name, the backends of their segments; before the runner asks for them."""
     for name, segment in segment_of.items():
         layer = layers[name]
-        made = backend_of_segment(layer.get_attn_backend(), segment)
+        made = backend_of_segment(layer.get_attn_backend(), 0 if keeps_state(layer) else segment)
         if hasattr(layer, "attn_backend"):
             layer.attn_backend = made
         else:

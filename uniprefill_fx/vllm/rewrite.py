@@ -14,6 +14,7 @@ After::
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch import fx
 from uniprefill_fx.config import PrefillConfig
 from uniprefill_fx.passes.analyze.plan import Plan
 from uniprefill_fx.passes.attention_node import AttentionNode
-from uniprefill_fx.passes.node_utils import is_op, meta, token_dims
+from uniprefill_fx.passes.node_utils import arguments, is_op, meta, token_dims
 from uniprefill_fx.passes.rewrite.drop_tokens import Rewriter
 from uniprefill_fx.passes.rewrite.propagate_fakes import KEPT
+from uniprefill_fx.vllm.attention import layer_name_of
 
 ops = torch.ops.uniprefill
 OUTSIDE = ("served_kv_update", "served_attention", "packed_select")
@@ -39,6 +41,11 @@ def runs_outside(node: fx.Node) -> bool:
     """Whether a node of the rewritten graph is not to be compiled: it looks up a layer by name, or selects."""
     named = any(n.op == "placeholder" and hasattr(meta(n), "real_obj") for n in node.all_input_nodes)
     return named or any(is_op(node, name) for name in OUTSIDE)
+
+
+def layers_in(nodes: Iterable[fx.Node]) -> set[str]:
+    """The names of layers that some nodes of the rewritten graph are given."""
+    return {name for node in nodes for argument in arguments(node) if (name := layer_name_of(argument)) is not None}
 
 
 class _ServedRewriter(Rewriter):
