@@ -101,7 +101,7 @@ passes: ...""",  # noqa: E501
     ("options", "now"),
     [
         ({"p": 1.0}, "lower p (now p=1 after layer 1)"),
-        ({"p": 0.99, "selection": "top_k", "keep_ratio": 1.0}, "lower keep_ratio (now keep_ratio=1 after layer 1)"),
+        ({"p": "auto", "selection": "top_k", "keep_ratio": 1.0}, "lower keep_ratio (now keep_ratio=1 after layer 1)"),
     ],
 )
 def test_hardly_anything_dropped(options: dict[str, Any], now: str) -> None:

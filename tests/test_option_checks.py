@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from option_refusals import FRACTION, refuse
 
-from uniprefill_fx.config import OptionError, PrefillConfig
+from uniprefill_fx.config import OptionError, PrefillConfig, over_published
 
 LAYERS = "'auto', 'all', 'none', or a non-empty list of different decoder layer indices, counted from 0"
 BACKENDS = "the name of a registered torch.compile backend ('inductor', 'aot_eager', 'eager', …), or a callable"
@@ -35,10 +35,15 @@ def test_fraction_is_stored_as_float(value: Any) -> None:
         assert stored == value
 
 
-@pytest.mark.parametrize("preset", ["fast", "quality"])
-def test_a_preset_is_refused_where_nothing_reads_it(preset: str) -> None:
-    options = {"preset": preset, "selection": "top_k", "keep_ratio": 0.5}
-    refuse(options, "preset", preset, "no preset with selection='top_k'", "A preset says p, which top_k does not read.")
+@pytest.mark.parametrize(("name", "value"), [("preset", "fast"), ("preset", "quality"), ("p", 0.9), ("p", [0.9, 0.8])])
+def test_what_nothing_reads_is_refused(name: str, value: object) -> None:
+    options = {name: value, "selection": "top_k", "keep_ratio": 0.5}
+    refuse(options, name, value, f"no {name} with selection='top_k'", "top_k reads keep_ratio, and no p")
+
+
+def test_a_published_p_gives_way_to_top_k() -> None:
+    options = over_published("gemma3", 48, {"selection": "top_k", "keep_ratio": 0.5})
+    assert options["drop_layers"] == (29, 35, 41) and PrefillConfig.from_options(options).keep_ratio == 0.5
 
 
 @pytest.mark.parametrize("value", [[0.9, 1], (0.9, 1)])

@@ -26,9 +26,8 @@ __all__ = [
 
 SPARSE_TOO = "Set attention='block_sparse' as well."
 DEFAULT_MIN_TOKENS = 2048
-"""Prompts with fewer tokens run the dense graph: scoring and gathering must cost less than they save.
-On an H200 with Llama-3.1-8B's shape dropping took 1.2 times as long as dense at 1,024 tokens, and 0.75 times as long at
-2,048 (`benchmarks/results`)."""
+"""Prompts with fewer tokens run dense: scoring and gathering must cost less than they save. On an H200 with
+Llama-3.1-8B's shape dropping took 1.2 times as long as dense at 1,024 tokens, and 0.75 times as long at 2,048."""
 
 DEFAULT_SPARSE_MIN_TOKENS = 8192
 """Attention over fewer rows computes every block: choosing costs more there than it saves. On an H200 in bf16, dense
@@ -73,9 +72,9 @@ def published_for(model_type: str, num_hidden_layers: int) -> dict[str, Any]:
 
 
 def over_published(model_type: str, num_hidden_layers: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's options over the published ones of a model: its p only without a preset, nothing with drop layers."""
+    """A user's options over the published ones of a model: its p only where it is read, nothing with drop layers."""
     published = {} if "drop_layers" in options else published_for(model_type, num_hidden_layers)
-    if "preset" in options:
+    if "preset" in options or options.get("selection") == "top_k":
         published.pop("p", None)
     return {**published, **options}
 
@@ -268,9 +267,10 @@ class PrefillConfig:
             if name not in known:
                 hint = checks.did_you_mean(checks.ELSEWHERE.get(name, name), known, "Remove it.")
                 raise OptionError(str(name), value, "the names " + ", ".join(known), f"There is no such option. {hint}")
-        if "preset" in options and options.get("selection") == "top_k":
-            hint = "A preset says p, which top_k does not read. Leave it out, or keep_ratio and selection."
-            raise OptionError("preset", options["preset"], "no preset with selection='top_k'", hint)
+        for name in ("preset", "p") if options.get("selection") == "top_k" else ():
+            if options.get(name, "auto") != "auto":
+                hint = "top_k reads keep_ratio, and no p (which a preset says too). Leave it out, or selection."
+                raise OptionError(name, options[name], f"no {name} with selection='top_k'", hint)
         config = cls(**options)
         for name, default in ((o.name, o.default) for o in fields(cls) if o.name.startswith("sparse_")):
             if config.attention == "dense" and getattr(config, name) != default:
