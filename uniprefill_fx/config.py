@@ -132,8 +132,8 @@ class PrefillConfig:
     """How much is kept where `p` does not say it."""
 
     p: float | tuple[float, ...] | Literal["auto"] = "auto"
-    """Share of the attention mass that the kept blocks hold at least, in (0, 1], or "auto", as the preset has it. Not
-    read with `top_k`."""
+    """Share of the attention mass that the kept blocks hold at least, in (0, 1], or "auto", as the preset has it.
+    `top_k` refuses it."""
 
     block_size: int | Literal["auto"] = 64
     """Tokens a block; a block is kept or dropped as a whole. "auto": by the prompt's length (`auto_block_size`)."""
