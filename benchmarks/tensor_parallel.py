@@ -137,7 +137,8 @@ class Bench:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         if split:
             mesh = dist.init_device_mesh(self.device.type, (self.ranks,))
-            apply_tensor_parallelism(model, mesh)
+            expand = getattr(model, "_expand_parallel_plan", None)  # the plan is an argument since transformers 5.24
+            apply_tensor_parallelism(model, mesh, *(() if expand is None else (expand(model.tp_plan),)))
         if "uniprefill" not in torch.compiler.list_backends():  # not installed: no entry point
             torch._dynamo.register_backend(uniprefill, name="uniprefill")
         uniprefill_fx.compile(model, **self.options)

@@ -61,6 +61,16 @@ def indifferent_llama() -> Any:
     return model
 
 
+def split_over(model: Any, mesh: Any) -> Any:
+    """Split the weights of a model as `from_pretrained(..., tp_plan="auto")` does when it has loaded one."""
+    from transformers.distributed import tensor_parallel
+
+    # Since 5.24 it takes a plan whose layers have their numbers; before, it read `model.tp_plan`.
+    expand = getattr(model, "_expand_parallel_plan", None)
+    plan = () if expand is None else (expand(model.tp_plan),)
+    return tensor_parallel.apply_tensor_parallelism(model, mesh, *plan)
+
+
 def padded_batch() -> tuple[Tensor, Tensor]:
     """Prompts of `LENGTHS`, padded on the left, and their mask."""
     longest = max(LENGTHS)

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exactness import options_of
-from split_models import SPLIT, STEPS, TIED, TOKENS, indifferent_llama, padded_batch
+from split_models import SPLIT, STEPS, TIED, TOKENS, indifferent_llama, padded_batch, split_over
 from tiny import token_ids
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import uniprefill_fx
 from uniprefill_fx.runtime import agreement
@@ -38,9 +37,7 @@ class Worker:
         self.rank, self.folder = rank, folder
 
     def split(self, model: Any) -> Any:
-        """What `from_pretrained(..., tp_plan="auto")` does with a model that it has loaded."""
-        apply_tensor_parallelism(model, dist.init_device_mesh("cpu", (WORLD,)))
-        return model
+        return split_over(model, dist.init_device_mesh("cpu", (WORLD,)))
 
     def compiled(self, name: str = "llama", model: Any = None, **extra: Any) -> Any:
         build, spec = SPLIT[name]
@@ -103,7 +100,9 @@ class Worker:
         return self.exact(self.compiled(inner_backend="inductor"))
 
     def ties(self) -> Any:
-        return self.prefill(self.compiled(model=self.split(indifferent_llama()), **options_of(TIED)), token_ids(TOKENS))
+        return self.prefill(
+            self.compiled(model=self.split(indifferent_llama()), p="auto", **options_of(TIED)), token_ids(TOKENS)
+        )
 
     def min_tokens(self) -> Any:
         """Of one rank, more than the prompt has."""

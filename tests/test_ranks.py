@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from eager_reference import EagerReference
 from exactness import assert_near, options_of
-from split_models import FIRST, tiny_qwen3_moe
+from split_models import FIRST, split_over, tiny_qwen3_moe
 from tiny import tiny_llama, token_ids
 from torch import Tensor, fx, nn
 from traced import calls, trace
@@ -164,7 +164,7 @@ def test_a_graph_of_one_rank_has_none() -> None:
 def explained(model: Any, plan: dict[str, str] | None = None) -> Any:
     if plan is not None:
         model._tp_plan = plan
-    plans.apply_tensor_parallelism(model, dist.init_device_mesh("cpu", (1,)))
+    split_over(model, dist.init_device_mesh("cpu", (1,)))
     with torch.inference_mode():
         uniprefill_fx.explain(model, token_ids(100), **options_of(FIRST))
     return uniprefill_fx.last_call()
