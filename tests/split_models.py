@@ -65,10 +65,15 @@ def split_over(model: Any, mesh: Any) -> Any:
     """Split the weights of a model as `from_pretrained(..., tp_plan="auto")` does when it has loaded one."""
     from transformers.distributed import tensor_parallel
 
-    # Since 5.24 it takes a plan whose layers have their numbers; before, it read `model.tp_plan`.
     expand = getattr(model, "_expand_parallel_plan", None)
-    plan = () if expand is None else (expand(model.tp_plan),)
-    return tensor_parallel.apply_tensor_parallelism(model, mesh, *plan)
+    if expand is None:
+        return tensor_parallel.apply_tensor_parallelism(model, mesh)
+    # Since 5.24 it takes the plan, whose layers have their numbers. Weights are tied when they are loaded, after it.
+    names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    plan = {name: style for name, style in expand(model.tp_plan).items() if name in names}
+    tensor_parallel.apply_tensor_parallelism(model, mesh, plan)
+    model.tie_weights()
+    return model
 
 
 def padded_batch() -> tuple[Tensor, Tensor]:
