@@ -5,6 +5,7 @@ A process of a rank and the test that checks it make the same weights.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -63,15 +64,14 @@ def indifferent_llama() -> Any:
 
 def split_over(model: Any, mesh: Any) -> Any:
     """Split the weights of a model as `from_pretrained(..., tp_plan="auto")` does when it has loaded one."""
-    from transformers.distributed import tensor_parallel
-
+    apply: Any = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
     expand = getattr(model, "_expand_parallel_plan", None)
     if expand is None:
-        return tensor_parallel.apply_tensor_parallelism(model, mesh)
+        return apply(model, mesh)
     # Since 5.24 it takes the plan, whose layers have their numbers. Weights are tied when they are loaded, after it.
     names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     plan = {name: style for name, style in expand(model.tp_plan).items() if name in names}
-    tensor_parallel.apply_tensor_parallelism(model, mesh, plan)
+    apply(model, mesh, plan)
     model.tie_weights()
     return model
 

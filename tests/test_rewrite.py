@@ -126,19 +126,53 @@ def reshaping() -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def test_pieces_hand_over_tensors_and_numbers(rows: Tensor) -> None:
-    gm = reshaping()
-    before = gm(rows)
+def cut_at_sigmoid(gm: fx.GraphModule, rows: Tensor) -> list[Piece]:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     FakeTensorProp(gm, mode).propagate(mode.from_tensor(rows, symbolic_context=dynamic(2)))
     pieces = split_at_selections(gm, lambda node: node.target is torch.sigmoid)
     assert len(pieces) == 3
+    return pieces
+
+
+def test_pieces_hand_over_tensors_and_numbers(rows: Tensor) -> None:
+    gm = reshaping()
+    before = gm(rows)
+    pieces = cut_at_sigmoid(gm, rows)
     given = [meta(node) for piece in pieces for node in piece.inputs]
     assert {type(value) for value in given} == {FakeTensor, torch.SymInt}
     (x,) = gm.graph.find_nodes(op="placeholder")
     got = run({x: rows}, pieces, gm)
     assert got[2:] == before[2:] == (2, (1, 2, 40, 8))
     torch.testing.assert_close(got[:2], before[:2], rtol=0, atol=0)
+
+
+def taking_twice(read: Any) -> fx.GraphModule:
+    """x -> deviations and means of its rows, of which both pieces around a cut read."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(torch.ops.aten.std_mean.dim, (x, [3]), {"keepdim": True})
+    a = graph.call_function(operator.getitem, (both, 0))
+    y = graph.call_function(torch.sigmoid, (x,))
+    b = read(graph, both)
+    graph.output((graph.call_function(operator.add, (y, a)), graph.call_function(operator.mul, (y, b))))
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("index", [0, -2, 1])
+def test_an_element_is_handed_over_once(rows: Tensor, index: int) -> None:
+    """Else two inputs of a piece would be one tensor, which compilers refuse where it is written."""
+    gm = taking_twice(lambda graph, both: graph.call_function(operator.getitem, (both, index)))
+    before = gm(rows)
+    pieces = cut_at_sigmoid(gm, rows)
+    assert len(pieces[-1].inputs) == (3 if index == 1 else 2)
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    torch.testing.assert_close(run({x: rows}, pieces, gm), before, rtol=0, atol=0)
+
+
+def test_a_method_of_a_tuple_from_before_a_cut_is_refused(rows: Tensor) -> None:
+    gm = taking_twice(lambda graph, both: graph.call_method("__len__", (both,)))
+    with pytest.raises(RefusalError, match="__len__ of a tuple that is made before a drop"):
+        cut_at_sigmoid(gm, rows)
 
 
 def dynamic(axis: int) -> StatelessSymbolicContext[Any, Any]:

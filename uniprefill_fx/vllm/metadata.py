@@ -6,7 +6,7 @@ go into the slots behind those that are left. After a selection, `replan` builds
 for the rows that stay. Nothing of vLLM is changed, but which backend class a layer names.
 
 A layer that keeps a state and no keys is told the same in every segment, but in a step that drops: such layers have one
-backend, whatever their segment, and the runner builds for them as often as it always does.
+backend, whatever their segment, and the runner builds for them once for each group of caches.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ After::
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import fx
 from uniprefill_fx.errors import Category, refuse
 from uniprefill_fx.passes.distributed import collective_name
 from uniprefill_fx.passes.node_utils import counts_blocks, is_op, is_selected, meta, name_of, selects_by
+
+HANDED_OVER = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,8 @@ def _hand_over_elements(graph: fx.Graph, runs: list[list[fx.Node]]) -> None:
         later = [user for user in node.users if run_of.get(id(user)) is not run]
         if not later or not isinstance(meta(node), tuple | list):
             continue
-        with graph.inserting_before(node.next):
-            taken: list[fx.Node] = []
-            elements = _elements(graph, node, taken)
-        at = run.index(node) + 1
-        run[at:at] = taken
-        run_of |= {id(new): run for new in taken}
+        elements = _elements(graph, node, run)
+        run_of |= {id(own): run for own in run}
         for user in later:
             index: Any = user.args[1] if user.target is operator.getitem else None
             element = elements[index] if isinstance(index, int) else None
@@ -92,23 +90,36 @@ def _hand_over_elements(graph: fx.Graph, runs: list[list[fx.Node]]) -> None:
                 _replace_argument(user, node, elements)
 
 
-def _elements(graph: fx.Graph, node: fx.Node, taken: list[fx.Node]) -> tuple[Any, ...]:
-    """The elements of a tuple: nodes of tensors and symbolic sizes, other values, and tuples of these."""
+def _elements(graph: fx.Graph, node: fx.Node, run: list[fx.Node]) -> Sequence[Any]:
+    """The elements of a tuple or list: nodes for tensors and symbols, which its run gets, other values, and sequences."""
+    values: Sequence[Any] = meta(node)
+    taken = {
+        user.args[1] % len(values): user
+        for user in node.users
+        if user in run and user.target is operator.getitem and isinstance(user.args[1], int)
+    }
     found: list[Any] = []
-    for i, value in enumerate(meta(node)):
-        if isinstance(value, torch.Tensor | torch.SymInt | tuple | list):
-            element = graph.call_function(operator.getitem, (node, i))
-            element.meta = {"val": value, "example_value": value}
-            taken.append(element)
-            found.append(_elements(graph, element, taken) if isinstance(value, tuple | list) else element)
-        else:
-            found.append(value)
-    return tuple(found)
+    for i, value in enumerate(values):
+        element: Any = value
+        if isinstance(value, HANDED_OVER):
+            # One that is there already is the same tensor: a piece that got both would write into one of two names.
+            element = taken.get(i)
+            if element is None:
+                with graph.inserting_after(node):
+                    element = graph.call_function(operator.getitem, (node, i))
+                element.meta = {"val": value, "example_value": value}
+                run.insert(run.index(node) + 1, element)
+            if isinstance(value, tuple | list):
+                element = _elements(graph, element, run)
+        found.append(element)
+    return found if isinstance(values, list) else tuple(found)
 
 
-def _replace_argument(user: fx.Node, old: fx.Node, new: tuple[Any, ...]) -> None:
-    arguments = fx.map_arg((user.args, user.kwargs), lambda node: new if node is old else node)
-    user.args, user.kwargs = arguments
+def _replace_argument(user: fx.Node, old: fx.Node, new: Sequence[Any]) -> None:
+    if user.target in (getattr, operator.setitem) or (user.op == "call_method" and user.args[0] is old):
+        what = f"{name_of(user)} of a {type(meta(old)).__name__} that is made before a drop"
+        raise refuse(Category.TOKEN_OP, what, "the prompt stays dense")
+    user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: new if node is old else node)
 
 
 def _balance(nodes: list[fx.Node]) -> int:
