@@ -91,7 +91,7 @@ def _hand_over_elements(graph: fx.Graph, runs: list[list[fx.Node]]) -> None:
 
 
 def _elements(graph: fx.Graph, node: fx.Node, run: list[fx.Node]) -> Sequence[Any]:
-    """The elements of a tuple or list: nodes for tensors and symbols, which its run gets, and all others as they are."""
+    """The elements of a tuple or list: nodes for tensors and symbols, which its run gets, and others as they are."""
     values: Sequence[Any] = meta(node)
     taken = {
         user.args[1] % len(values): user
