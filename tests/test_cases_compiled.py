@@ -24,6 +24,7 @@ from exactness import (
 from graphs import assert_no_square, operation
 from tiny import LLAMA, tiny_llama, token_ids
 from torch import Tensor
+from transformers_version import PLAIN_CAUSAL
 
 import uniprefill_fx
 
@@ -121,8 +122,9 @@ def test_case_13_nothing_is_as_large_as_tokens_by_tokens(name: str) -> None:
     report = uniprefill_fx.explain(model, token_ids(300), **options_of(replace(LLAMA, drop_layers=drops)))
     assert report.after is not None and report.call is not None and report.call.dropped
     assert_no_square(report.after)
-    with pytest.raises(AssertionError):  # the model's own masks are
-        assert_no_square(report.before)
+    if not (PLAIN_CAUSAL and name == "llama"):
+        with pytest.raises(AssertionError):  # the model's own masks are
+            assert_no_square(report.before)
 
 
 def test_case_14_no_kernel_is_tuned_for_a_length() -> None:

@@ -11,6 +11,7 @@ from arch_reference import StockReference
 from eager_reference import DropSpec
 from exactness import TIE, assert_differs, assert_near, options_of
 from tiny import token_ids
+from transformers_version import PLAIN_CAUSAL
 
 import uniprefill_fx
 from uniprefill_fx import frontends
@@ -90,4 +91,5 @@ def test_inert_for_other_backends(name: str) -> None:
     want = rotary(x, at)
     got = torch.compile(rotary, backend="eager")(x, at)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert torch._dynamo.utils.counters["graph_break"], "transformers branches on the length"
+    broken = torch._dynamo.utils.counters["graph_break"]
+    assert broken or PLAIN_CAUSAL, "transformers branches on the length"

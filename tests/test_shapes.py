@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import unittest
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from expecttest import TestCase
 from graphs import assert_no_square, operation, tensors, value
 from tiny import tiny_gemma3, tiny_llama, token_ids
 from torch import fx
+from transformers_version import PLAIN_CAUSAL
 
 import uniprefill_fx
 
@@ -51,8 +53,9 @@ def test_no_tensor_of_tokens_by_tokens(checkpoint: str, full: bool) -> None:
     assert report.after is not None and report.call is not None and report.call.dropped
     assert len([n for n in report.after.graph.nodes if operation(n) == "select"]) == 2
     assert_no_square(report.after)
-    with pytest.raises(AssertionError):  # the test sees what it looks for: the model's own masks
-        assert_no_square(report.before)
+    if not (PLAIN_CAUSAL and checkpoint == "needle-llama"):
+        with pytest.raises(AssertionError):  # the test sees what it looks for: the model's own masks
+            assert_no_square(report.before)
 
 
 CALLS: list[dict[str, Any]] = [
@@ -81,6 +84,7 @@ def test_explain_asks_for_the_last_logits_only() -> None:
     assert report.after is not None and "restore" not in counts(report.after)
 
 
+@unittest.skipIf(PLAIN_CAUSAL, "a graph without a mask, of another rotary embedding")
 class TestTwoLayers(TestCase):
     """A Llama of two layers that drops after the first one, before and after."""
 
