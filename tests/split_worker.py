@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from eager_reference import DropSpec
 from exactness import options_of
 from split_models import SPLIT, STEPS, TIED, TOKENS, indifferent_llama, padded_batch, split_over
 from tiny import token_ids
@@ -39,11 +40,11 @@ class Worker:
     def split(self, model: Any) -> Any:
         return split_over(model, dist.init_device_mesh("cpu", (WORLD,)))
 
-    def compiled(self, name: str = "llama", model: Any = None, **extra: Any) -> Any:
-        build, spec = SPLIT[name]
+    def compiled(self, name: str = "llama", model: Any = None, spec: DropSpec | None = None, **extra: Any) -> Any:
+        build, own = SPLIT[name]
         model = self.split(build()) if model is None else model
         torch._dynamo.reset()
-        return uniprefill_fx.compile(model, **(options_of(spec) | extra))
+        return uniprefill_fx.compile(model, **options_of(own if spec is None else spec, **extra))
 
     def prefill(self, model: Any, ids: Tensor, **call: Any) -> dict[str, Any]:
         with torch.inference_mode():
@@ -100,9 +101,7 @@ class Worker:
         return self.exact(self.compiled(inner_backend="inductor"))
 
     def ties(self) -> Any:
-        return self.prefill(
-            self.compiled(model=self.split(indifferent_llama()), p="auto", **options_of(TIED)), token_ids(TOKENS)
-        )
+        return self.prefill(self.compiled(model=self.split(indifferent_llama()), spec=TIED), token_ids(TOKENS))
 
     def min_tokens(self) -> Any:
         """Of one rank, more than the prompt has."""

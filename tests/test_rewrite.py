@@ -128,7 +128,9 @@ def reshaping() -> fx.GraphModule:
 
 def cut_at_sigmoid(gm: fx.GraphModule, rows: Tensor) -> list[Piece]:
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    FakeTensorProp(gm, mode).propagate(mode.from_tensor(rows, symbolic_context=dynamic(2)))
+    sizes = [DimDynamic.STATIC, DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    context: Any = StatelessSymbolicContext(sizes)
+    FakeTensorProp(gm, mode).propagate(mode.from_tensor(rows, symbolic_context=context))
     pieces = split_at_selections(gm, lambda node: node.target is torch.sigmoid)
     assert len(pieces) == 3
     return pieces
@@ -173,11 +175,6 @@ def test_a_method_of_a_tuple_from_before_a_cut_is_refused(rows: Tensor) -> None:
     gm = taking_twice(lambda graph, both: graph.call_method("__len__", (both,)))
     with pytest.raises(RefusalError, match="__len__ of a tuple that is made before a drop"):
         cut_at_sigmoid(gm, rows)
-
-
-def dynamic(axis: int) -> StatelessSymbolicContext[Any, Any]:
-    sizes = [DimDynamic.DYNAMIC if d == axis else DimDynamic.STATIC for d in range(4)]
-    return StatelessSymbolicContext(sizes)
 
 
 def test_a_selection_inside_an_autocast_region_is_refused() -> None:

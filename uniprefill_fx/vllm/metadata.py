@@ -54,7 +54,7 @@ class SegmentBuilder:
         for name in self.layer_names:
             builds[name] = Build(self, common, dict(kwargs))
         places = shifted(self, common, steps) if _by_slots(self) else None
-        whole = places is None or not any(places.lost[self.segment - 1])
+        whole = places is not None and not any(places.lost[self.segment - 1])
         # A graph is captured of steps with one token a request only; what it reads are each segment's own buffers.
         shares = whole and common.max_query_len > 1 and not args and not kwargs
         if shares and (found := _made_by_its_like(self, common)) is not None:
